@@ -1,0 +1,48 @@
+"""Reading a run's event log."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from agentrun.domain.events import Event, Kind
+from agentrun.domain.states import RunStatus
+from agentrun.store.pool import Executor, unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Top:
+    """How far a run's log goes: the last stored seq (-1: none) and the highest number that may have gone out."""
+
+    run_id: UUID
+    status: RunStatus
+    top: int
+    seq_reserved: int
+
+    @property
+    def cursor_limit(self) -> int:
+        """The highest cursor that a client can honestly hold."""
+        return self.top if self.status not in (RunStatus.PENDING, RunStatus.RUNNING) else max(self.top, self.seq_reserved)
+
+
+async def after(conn: Executor, run_id: UUID, *, after: int, limit: int = 1000) -> list[Event]:
+    """Events with a seq above `after`, in order. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(
+            "SELECT seq, epoch, kind, data::text FROM messages WHERE run_id = $1 AND seq > $2 ORDER BY seq LIMIT $3",
+            run_id,
+            after,
+            limit,
+        )
+    return [Event(seq, epoch, Kind(kind), data.encode()) for seq, epoch, kind, data in rows]
+
+
+async def tops(conn: Executor, run_ids: Sequence[UUID]) -> dict[UUID, Top]:
+    """The tops of many runs in one query. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT r.id, r.status, coalesce((SELECT max(m.seq) FROM messages m WHERE m.run_id = r.id), -1),
+                      coalesce((SELECT a.seq_reserved FROM attempts a WHERE a.run_id = r.id AND a.epoch = r.epoch), -1)
+               FROM runs r WHERE r.id = ANY ($1)""",
+            list(run_ids),
+        )
+    return {row[0]: Top(row[0], RunStatus(row[1]), row[2], row[3]) for row in rows}

@@ -1,0 +1,179 @@
+"""The schema's history (forward-only SQL files) and the runner that applies it.
+
+Each file runs in one transaction under a session advisory lock, so that any number of migrators may start at once: one works, the
+others wait up to a limit. A file that was applied must not change (checksums). `transitions.sql` is applied after them whenever its text
+has changed; a change of it comes with a migration of its own, so that the schema version says which functions are there.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+
+import asyncpg
+
+from agentrun.domain.errors import SchemaMismatch, StoreUnavailable
+from agentrun.store.pool import Executor, connect, unavailable
+
+LOCK_KEY = 0x6167_656E_7472_756E  # "agentrun"
+WAIT_SECONDS = 120.0
+LOCK_TIMEOUT_MS = 5_000
+LOCK_RETRIES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One step: its number, file name, text and hex SHA-256 of the text."""
+
+    version: int
+    name: str
+    sql: str
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaState:
+    """The schema versions that matter: what the database has (0: nothing), what this code needs, and the oldest code it accepts."""
+
+    present: int
+    required: int
+    oldest_accepted: int
+    owner: str | None
+
+
+def _load() -> list[Migration]:
+    texts = {
+        entry.name: entry.read_text() for entry in files("agentrun.store.migrations").iterdir() if entry.name.endswith(".sql")
+    }
+    return [
+        Migration(int(name.split("_")[0]), name, sql, hashlib.sha256(sql.encode()).hexdigest())
+        for name, sql in sorted(texts.items())
+    ]
+
+
+MIGRATIONS = _load()
+LATEST = MIGRATIONS[-1].version
+TRANSITIONS = files("agentrun.store").joinpath("transitions.sql").read_text()
+_TRANSITIONS_CHECKSUM = hashlib.sha256(TRANSITIONS.encode()).hexdigest()
+
+_VERSIONS = """
+CREATE TABLE IF NOT EXISTS schema_versions (
+    version integer PRIMARY KEY,                   -- 0 holds the checksum of transitions.sql
+    name text NOT NULL,
+    checksum text NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT now()
+)"""
+
+
+async def migrate(
+    dsn: str, *, owner: str | None = None, wait_seconds: float = WAIT_SECONDS, say: Callable[[str], None] = print
+) -> int:
+    """Brings the database to this code's schema; returns the number of steps applied. Connect to Postgres itself, not to a pooler in
+    transaction mode: the lock belongs to the session.
+
+    Raises SchemaMismatch for a changed file, a newer schema, another AgentRun's or another application's database, and
+    StoreUnavailable when Postgres does not answer or the lock is held for longer than `wait_seconds`.
+    """
+    conn = await connect(dsn, name="agentrun-migrate", command_timeout=None)
+    try:
+        with unavailable():
+            await _lock(conn, wait_seconds)
+            return await _apply(conn, owner, say)
+    finally:
+        await conn.close()
+
+
+async def _lock(conn: Executor, wait_seconds: float) -> None:
+    """Polls, since a waiting lock would hold a snapshot that delays CREATE INDEX CONCURRENTLY of the one that works."""
+    until = time.monotonic() + wait_seconds
+    while not await conn.fetchval("SELECT pg_try_advisory_lock($1)", LOCK_KEY):
+        if time.monotonic() > until:
+            raise StoreUnavailable(
+                f"another migration has been running for {wait_seconds:.0f} s; look at pg_locks, then try again"
+            )
+        await asyncio.sleep(0.2)
+
+
+async def _apply(conn: Executor, owner: str | None, say: Callable[[str], None]) -> int:
+    applied = await _applied(conn)
+    for migration in MIGRATIONS:
+        known = applied.get(migration.version)
+        if known is not None and known != migration.checksum:
+            raise SchemaMismatch(
+                f"migration {migration.name} was applied with another text (checksum {known[:12]}…, now {migration.checksum[:12]}…);"
+                " a migration must not change once applied: restore the file"
+            )
+    newest = max(applied, default=0)
+    if newest > LATEST:
+        return 0  # a newer version has been here: nothing to do, and nothing to take back
+    await _own(conn, owner, fresh=not applied)
+    steps = [migration for migration in MIGRATIONS if migration.version not in applied]
+    for migration in steps:
+        await _step(conn, migration.sql, migration.version, migration.name, migration.checksum)
+        say(f"applied {migration.name}")
+    if applied.get(0) != _TRANSITIONS_CHECKSUM:
+        await _step(conn, TRANSITIONS, 0, "transitions.sql", _TRANSITIONS_CHECKSUM)
+    await _own(conn, owner, fresh=False)
+    return len(steps)
+
+
+async def _applied(conn: Executor) -> dict[int, str]:
+    if await conn.fetchval("SELECT to_regclass('schema_versions') IS NULL"):
+        foreign = await conn.fetch(
+            "SELECT relname FROM pg_class WHERE relnamespace = current_schema()::regnamespace AND relkind IN ('r', 'p') LIMIT 3"
+        )
+        if foreign:
+            names = ", ".join(row["relname"] for row in foreign)
+            raise SchemaMismatch(
+                f"this database belongs to another application (it has the tables {names}); give the AgentRun a database of its own"
+            )
+        await conn.execute(_VERSIONS)
+    rows = await conn.fetch("SELECT version, checksum FROM schema_versions")
+    return {row["version"]: row["checksum"] for row in rows}
+
+
+async def _own(conn: Executor, owner: str | None, *, fresh: bool) -> None:
+    """Writes the owner once; a database that has another is refused before anything is changed."""
+    if owner is None or fresh:
+        return
+    if await conn.fetchval("SELECT to_regclass('meta') IS NULL"):
+        return
+    await conn.execute("UPDATE meta SET owner = $1 WHERE owner IS NULL", owner)
+    present = await conn.fetchval("SELECT owner FROM meta")
+    if present != owner:
+        raise SchemaMismatch(f"this database belongs to the AgentRun {present}; give {owner} a database of its own")
+
+
+async def _step(conn: Executor, sql: str, version: int, name: str, checksum: str) -> None:
+    """One file in one transaction; gives way to traffic instead of queueing behind it (lock_timeout), and tries again."""
+    for attempt in range(1, LOCK_RETRIES + 1):
+        try:
+            await conn.execute(
+                f"BEGIN; SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS};\n{sql};\n"
+                f"INSERT INTO schema_versions (version, name, checksum) VALUES ({version}, '{name}', '{checksum}') "
+                "ON CONFLICT (version) DO UPDATE SET checksum = excluded.checksum, applied_at = now(); COMMIT"
+            )
+        except asyncpg.LockNotAvailableError:
+            await conn.execute("ROLLBACK")
+            if attempt == LOCK_RETRIES:
+                raise
+            await asyncio.sleep(0.5)
+        except asyncpg.PostgresError:
+            await conn.execute("ROLLBACK")
+            raise
+        else:
+            return
+
+
+async def check(conn: Executor) -> SchemaState:
+    """Reads the schema's state. Raises StoreUnavailable."""
+    with unavailable():
+        if await conn.fetchval("SELECT to_regclass('schema_versions') IS NULL OR to_regclass('meta') IS NULL"):
+            return SchemaState(0, LATEST, 0, None)
+        row = await conn.fetchrow(
+            "SELECT (SELECT max(version) FROM schema_versions) AS present, oldest_accepted, owner FROM meta"
+        )
+    assert row is not None
+    return SchemaState(row["present"], LATEST, row["oldest_accepted"], row["owner"])

@@ -1,0 +1,112 @@
+"""The migration runner on a real Postgres."""
+
+import asyncio
+
+import asyncpg
+import pytest
+from waiting import eventually
+
+from agentrun.domain.errors import SchemaMismatch, StoreUnavailable
+from agentrun.store import migrations
+from agentrun.store.migrations import LATEST, LOCK_KEY, check, migrate
+from agentrun.store.pool import connect
+
+
+def quiet(_: str) -> None:
+    """Says nothing."""
+
+
+async def test_mg_01_ten_migrators_at_once_apply_each_step_once(empty_database_url: str) -> None:
+    applied = await asyncio.gather(*(migrate(empty_database_url, owner="ns/a", say=quiet) for _ in range(10)))
+    assert sorted(applied) == [0] * 9 + [len(migrations.MIGRATIONS)]
+    conn = await connect(empty_database_url)
+    try:
+        state = await check(conn)
+    finally:
+        await conn.close()
+    assert (state.present, state.required, state.owner) == (LATEST, LATEST, "ns/a")
+
+
+async def test_mg_02_a_migrator_killed_in_mid_step_leaves_the_lock_free_and_no_half_step(empty_database_url: str) -> None:
+    holder = await asyncpg.connect(empty_database_url)
+    await holder.execute("SELECT pg_advisory_lock($1)", LOCK_KEY)
+    await holder.execute("BEGIN; CREATE TABLE half (x int)")
+    waiting = asyncio.ensure_future(migrate(empty_database_url, say=quiet))
+    admin = await asyncpg.connect(empty_database_url)
+    await eventually(
+        lambda: admin.fetchval("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'agentrun-migrate'"),
+        within=5,
+        what="waits",
+    )
+    await admin.execute("SELECT pg_terminate_backend($1)", holder.get_server_pid())
+    assert await waiting == len(migrations.MIGRATIONS)
+    assert await admin.fetchval("SELECT to_regclass('half')") is None
+    await admin.close()
+    holder.terminate()
+
+
+async def test_mg_02_a_waiter_gives_up_after_its_limit(empty_database_url: str) -> None:
+    holder = await asyncpg.connect(empty_database_url)
+    await holder.execute("SELECT pg_advisory_lock($1)", LOCK_KEY)
+    with pytest.raises(StoreUnavailable, match="another migration"):
+        await migrate(empty_database_url, wait_seconds=0.3, say=quiet)
+    await holder.close()
+
+
+async def test_a_database_of_another_application_is_refused_untouched(empty_database_url: str) -> None:
+    conn = await asyncpg.connect(empty_database_url)
+    await conn.execute("CREATE TABLE orders (id int)")
+    with pytest.raises(SchemaMismatch, match=r"another application.*orders"):
+        await migrate(empty_database_url, say=quiet)
+    assert await conn.fetchval("SELECT count(*) FROM pg_class WHERE relname IN ('runs', 'schema_versions')") == 0
+    await conn.close()
+
+
+async def test_a_database_of_another_agentrun_is_refused(database_url: str) -> None:
+    await migrate(database_url, owner="ns/a", say=quiet)
+    with pytest.raises(SchemaMismatch, match="belongs to the AgentRun ns/a"):
+        await migrate(database_url, owner="ns/b", say=quiet)
+
+
+async def test_a_migration_that_was_changed_after_it_was_applied_is_refused(database_url: str) -> None:
+    conn = await asyncpg.connect(database_url)
+    await conn.execute("UPDATE schema_versions SET checksum = 'other' WHERE version = 1")
+    with pytest.raises(SchemaMismatch, match=r"0001_tables\.sql was applied with another text"):
+        await migrate(database_url, say=quiet)
+    await conn.close()
+
+
+async def test_a_newer_schema_is_left_alone(database_url: str) -> None:
+    conn = await asyncpg.connect(database_url)
+    await conn.execute("INSERT INTO schema_versions (version, name, checksum) VALUES ($1, 'future', 'x')", LATEST + 1)
+    assert await migrate(database_url, say=quiet) == 0
+    assert (await check(conn)).present == LATEST + 1
+    await conn.close()
+
+
+async def test_an_empty_database_has_schema_0(empty_database_url: str) -> None:
+    conn = await connect(empty_database_url)
+    assert (await check(conn)).present == 0
+    await conn.close()
+
+
+async def test_a_step_that_fails_leaves_nothing_behind(empty_database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = migrations.Migration(1, "0001_broken.sql", "CREATE TABLE half (x int); SELECT nonsense", "c")
+    monkeypatch.setattr(migrations, "MIGRATIONS", [broken])
+    with pytest.raises(asyncpg.UndefinedColumnError):
+        await migrate(empty_database_url, say=quiet)
+    conn = await asyncpg.connect(empty_database_url)
+    assert await conn.fetchval("SELECT to_regclass('half')") is None
+    assert await conn.fetchval("SELECT count(*) FROM schema_versions") == 0
+    await conn.close()
+
+
+async def test_every_foreign_key_leads_an_index(database_url: str) -> None:
+    conn = await asyncpg.connect(database_url)
+    naked = await conn.fetch(
+        """SELECT c.conrelid::regclass AS relation, c.conname FROM pg_constraint c WHERE c.contype = 'f' AND NOT EXISTS (
+               SELECT 1 FROM pg_index i WHERE i.indrelid = c.conrelid AND i.indkey[0] = c.conkey[1] AND i.indpred IS NULL)"""
+    )
+    # runs.session_id leads the unique (session_id, session_position)
+    assert naked == []
+    await conn.close()
