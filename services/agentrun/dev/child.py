@@ -7,10 +7,8 @@ process then exits at once, since the stores go away too. What it was working on
 """
 
 import os
-import sys
+import runpy
 import threading
-
-from agentrun.cli import main
 
 
 def _exit_with_parent() -> None:
@@ -21,5 +19,4 @@ def _exit_with_parent() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=_exit_with_parent, name="parent", daemon=True).start()
-    sys.argv[0] = "agentrun"
-    main()
+    runpy.run_module("agentrun", run_name="__main__", alter_sys=True)

@@ -1,0 +1,114 @@
+"""The price of a model call, from the dated table that genai-prices carries along: no network, never updated while running.
+
+All arithmetic is in exact decimals. A model without a price has none: `cost_usd` is None, never 0 and never a guess.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from importlib.metadata import version
+
+from genai_prices import calc_price
+from genai_prices.types import ModelPrice
+from genai_prices.types import Usage as PricedUsage
+
+from agentrun.costs.usage import Usage
+
+DEMO = "demo"
+_TABLE = f"genai-prices-{version('genai-prices')}"
+_DATE = re.compile(r"[-@](20\d{2}-?(0[1-9]|1[0-2])-?(0[1-9]|[12]\d|3[01]))(-v\d+(:\d+)?)?$")
+_REGION = re.compile(r"^(us|eu|apac|ap|global|us-gov|jp|au|ca)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Prices in USD per million tokens. Without a price of their own, cached and cache-write tokens cost what input costs."""
+
+    input: Decimal
+    output: Decimal
+    cached: Decimal | None = None
+    cache_write: Decimal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a call cost and which table says so; both None if no table knows the model."""
+
+    cost_usd: Decimal | None
+    price_id: str | None
+
+
+UNKNOWN = Price(None, None)
+DEMO_RATES = Rates(input=Decimal("1"), output=Decimal("2"))
+"""The pretend price of `demo:` models."""
+
+
+def price(usage: Usage, at: datetime, *, overrides: Mapping[str, Rates] | None = None) -> Price:
+    """The price of `usage` at the time `at`. `overrides` win over the table; their keys are `provider:model` or `model`."""
+    if usage.provider == DEMO or usage.model.startswith(f"{DEMO}:"):
+        return _by_rates(usage, DEMO_RATES, DEMO)
+    for name in _names(usage) if overrides else ():
+        if overrides and name in overrides:
+            return _by_rates(usage, overrides[name], f"override/{name}")
+    return _by_table(usage, at)
+
+
+def _by_rates(usage: Usage, rates: Rates, price_id: str) -> Price:
+    prices = ModelPrice(
+        input_mtok=rates.input,
+        output_mtok=rates.output,
+        cache_read_mtok=rates.cached,
+        cache_write_mtok=rates.cache_write,
+    )
+    return Price(prices.calc_price(_priced(usage, audio=False))["total_price"], price_id)
+
+
+def _by_table(usage: Usage, at: datetime) -> Price:
+    for audio in (True, False):  # not every table can place audio tokens; they are input and output anyway
+        try:
+            found = calc_price(
+                _priced(usage, audio=audio),
+                usage.model,
+                provider_id=usage.provider or None,
+                genai_request_timestamp=at,
+            )
+        except LookupError:
+            return UNKNOWN
+        except ValueError:
+            continue
+        if _is_unpriced(usage, found.model_price, found.model.id):
+            return UNKNOWN
+        return Price(found.total_price, f"{_TABLE}/{found.provider.id}/{found.model.id}")
+    return UNKNOWN
+
+
+def _is_unpriced(usage: Usage, prices: ModelPrice, model: str) -> bool:
+    """Whether tokens of the call have no price in an entry that exists; a model that says it is free costs 0."""
+    if model.endswith(":free"):
+        return False
+    return bool((usage.input_tokens and prices.input_mtok is None) or (usage.output_tokens and prices.output_mtok is None))
+
+
+def _priced(usage: Usage, *, audio: bool) -> PricedUsage:
+    """The counts as totals with their parts. Parts above their total raise the total, so that nothing is counted negative."""
+    cached, written = max(usage.cached_tokens, 0), max(usage.cache_write_tokens, 0)
+    counts = {
+        "input_tokens": max(usage.input_tokens, cached + written, 0),
+        "cache_read_tokens": cached or None,
+        "cache_write_tokens": written or None,
+        "output_tokens": max(usage.output_tokens, usage.reasoning_tokens, 0),
+    }
+    if audio:
+        counts["input_audio_tokens"] = usage.audio_input_tokens or None
+        counts["output_audio_tokens"] = usage.audio_output_tokens or None
+    return PricedUsage(**counts)
+
+
+def _names(usage: Usage) -> list[str]:
+    """The names that an override may use for the model, most exact first: with and without region prefix and date."""
+    exact = usage.model
+    regionless = _REGION.sub("", exact)
+    forms = dict.fromkeys((exact, regionless, _DATE.sub("", exact), _DATE.sub("", regionless)))
+    return [name for form in forms for name in ((f"{usage.provider}:{form}", form) if usage.provider else (form,))]
