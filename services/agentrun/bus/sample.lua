@@ -1,0 +1,40 @@
+-- What waits and what is being worked on, in one consistent look.
+-- The lag that Redis reports is empty after a deletion and wrong after trimming, so a short backlog is always counted;
+-- a long one is the reported lag, never more than the stream holds, or a bounded count if there is none.
+-- A missing stream or group is created at its beginning: workers at zero never would.
+-- KEYS: work stream.  ARGV: group, idle milliseconds, always count up to, count at most, look at most at pending entries.
+-- Returns undelivered, pending, pending and idle that long.
+local function read_group()
+  for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', KEYS[1])) do
+    local facts = {}
+    for i = 1, #group, 2 do
+      facts[group[i]] = group[i + 1]
+    end
+    if facts['name'] == ARGV[1] then
+      return facts
+    end
+  end
+  return nil
+end
+
+local function count_forward(last, limit)
+  return #redis.call('XRANGE', KEYS[1], '(' .. last, '+', 'COUNT', limit)
+end
+
+local facts = read_group()
+if not facts then
+  redis.call('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', 'MKSTREAM')
+  facts = read_group()
+end
+local last = facts['last-delivered-id']
+local undelivered = count_forward(last, ARGV[3])
+if undelivered >= tonumber(ARGV[3]) then
+  local lag = facts['lag']
+  if lag then
+    undelivered = math.max(undelivered, math.min(lag, redis.call('XLEN', KEYS[1])))
+  else
+    undelivered = count_forward(last, ARGV[4])
+  end
+end
+local idle = #redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[2], '-', '+', ARGV[5])
+return { undelivered, facts['pending'], idle }
