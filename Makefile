@@ -1,0 +1,64 @@
+# Needs only Python >= 3.11: uv is fetched into .uv/ where it is missing, and everything else by uv into .venv/.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-system lint fmt types model clean
+
+STATE   ?= .agentrun
+PORT    ?= 8080
+REPORTS := .pytest_cache/reports
+RUN     := .venv/bin
+
+UV := $(shell command -v uv 2>/dev/null && uv --version >/dev/null 2>&1 || echo .uv/bin/uv)
+UV := $(lastword $(UV))
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: .venv/.synced ## Chat on this machine with an offline model; MODEL=provider:name, BASE_URL=…, MESSAGE=… for one answer
+	$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml --state $(STATE) --port $(PORT) \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(BASE_URL),--base-url '$(BASE_URL)') $(if $(MESSAGE),--message '$(MESSAGE)')
+
+test: .venv/.synced ## All tests; the stores tier twice where Postgres 15 and Redis are installed
+	@mkdir -p $(REPORTS) && rm -f $(REPORTS)/*.xml; status=0; \
+	$(RUN)/pytest --junitxml=$(REPORTS)/all.xml $(ARGS) || status=$$?; \
+	if [ -x /usr/lib/postgresql/15/bin/postgres ] && [ -x /usr/bin/redis-server ]; then \
+		AGENTRUN_TEST_STORES=system $(RUN)/pytest tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
+	else \
+		echo "not run a second time: the stores tier on the system's Postgres 15 and Redis, which are not installed"; \
+	fi; \
+	exit $$status
+
+test-system: .venv/.synced ## The stores tier on the system's Postgres 15 and Redis 7.0
+	@mkdir -p $(REPORTS)
+	AGENTRUN_TEST_STORES=system $(RUN)/pytest tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS)
+
+lint: .venv/.synced ## Style, format, types, and which room may import which
+	@status=0; for check in "ruff check" "ruff format --check" mypy lint-imports; do \
+		echo "$$check"; $(RUN)/$$check || status=1; \
+	done; exit $$status
+
+fmt: .venv/.synced ## Format, and mend what can be mended by itself
+	$(RUN)/ruff check --fix
+	$(RUN)/ruff format
+
+types: .venv/.synced ## Types only
+	$(RUN)/mypy
+
+model: .venv/.synced ## Explore the protocol model; WHICH=base, large, without, bug, harmless or all
+	$(RUN)/python tests/unit/model/protocol_run.py $(or $(WHICH),base)
+
+clean: ## Remove what was built and cached; keeps the data in .agentrun
+	rm -rf .venv .uv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.synced: pyproject.toml uv.lock | $(UV)
+	$(UV) sync --all-extras --locked --quiet
+	@touch $@
+
+# A virtual environment, since many systems refuse installation into their own Python; where venv is missing, a folder.
+.uv/bin/uv:
+	@echo "fetching uv into .uv/"
+	@if python3 -m venv .uv 2>/dev/null; then .uv/bin/python -m pip install --quiet --disable-pip-version-check uv; \
+	else rm -rf .uv && python3 -m pip install --quiet --disable-pip-version-check --target .uv uv; fi
+	@test -x $@

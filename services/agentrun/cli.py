@@ -1,0 +1,173 @@
+"""The command line. Reads settings and manifest, sets up logs, and hands over to one process; each is imported only when it is run."""
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentrun import __version__, settings
+from agentrun.domain.errors import AgentrunError, ConfigurationError, ManifestError
+from agentrun.domain.keys import RANDOM_BYTES, Scope, generate, record_line
+from agentrun.manifests import AgentRun, load, load_one
+from agentrun.settings import Settings
+from agentrun.telemetry import set_up_logs
+
+app = typer.Typer(
+    name="agentrun",
+    help="Run LLM agents as durable runs on Postgres and Redis Streams.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+keys = typer.Typer(help="API keys.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+def main() -> None:
+    """The command `agentrun`. An error made for people is one line on stderr and exit code 2."""
+    try:
+        app()
+    except AgentrunError as error:
+        print(f"agentrun: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options that come before a command."""
+
+
+@app.command()
+def gateway() -> None:
+    """Serve the HTTP API: takes submissions, streams events."""
+    from agentrun.gateway import process
+
+    _run(process.run(*_read("gateway")))
+
+
+@app.command()
+def worker() -> None:
+    """Execute runs."""
+    from agentrun.worker import process
+
+    _run(process.run(*_read("worker")))
+
+
+@app.command()
+def scheduler() -> None:
+    """Look after stuck and forgotten work."""
+    from agentrun.scheduler import process
+
+    _run(process.run(*_read("scheduler")))
+
+
+@app.command()
+def migrate() -> None:
+    """Bring the database's schema up to this version. Safe to repeat, and to run twice at the same time.
+
+    With AGENTRUN_NAME set the database is reserved for that AgentRun.
+    """
+    from agentrun.store import migrations
+
+    current = settings.read("database_url")
+    set_up_logs(level=current.log_level, form=current.log_format, process="migrate")
+    named = bool(current.model_fields_set & {"namespace", "name"})
+    _run(migrations.migrate(current.database_url, owner=current.agent if named else None))
+    print(f"the database has schema {migrations.LATEST}")
+
+
+@app.command()
+def dev(
+    manifest: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The AgentRun manifest.")],
+    state: Annotated[Path, typer.Option(help="Folder for the stores' data, kept between starts.")] = Path(".agentrun"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes any free one.")] = 8080,
+    message: Annotated[str | None, typer.Option(help="Send this message, show the answer, and exit.")] = None,
+    model: Annotated[str | None, typer.Option(help="Use this model (provider:name) instead of the manifest's.")] = None,
+    base_url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server to ask, for a model of openai.")] = None,
+) -> None:
+    """Run everything on this machine: stores, gateway, scheduler and workers."""
+    agent_run = load_one(manifest)
+    from agentrun.dev import stack
+
+    options = stack.Options(manifest, state, port, message or None, model or None, base_url or None)
+    raise typer.Exit(stack.main(agent_run, options))
+
+
+@keys.command("create")
+def create_key(
+    user: Annotated[str, typer.Option(help="The user that the key belongs to.")],
+    scope: Annotated[
+        list[Scope] | None,
+        typer.Option(help="act-as: may name the end user; admin: sees all users' data. May be repeated."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="File of hashed keys to append to; without it the record is printed.")] = None,
+) -> None:
+    """Make an API key. It is shown once; only its hash is stored."""
+    try:
+        key, record = generate(
+            secrets.token_bytes(RANDOM_BYTES), user=user, scopes=scope or (), created=datetime.now(UTC).replace(microsecond=0)
+        )
+    except ValueError as error:
+        raise ConfigurationError(f"--user: {error}") from None
+    if file is None:
+        print(
+            f"record (append it to the file named by {settings.variable_of('api_keys')}): {record_line(record)}", file=sys.stderr
+        )
+    else:
+        _append(file, record_line(record))
+    print(key)
+
+
+def _append(file: Path, line: str) -> None:
+    """Adds a line to a file that only its owner can read."""
+    try:
+        if not file.exists():
+            file.touch(mode=0o600)
+        text = file.read_text(encoding="utf-8")
+        with file.open("a", encoding="utf-8") as out:
+            out.write(("\n" if text and not text.endswith("\n") else "") + line + "\n")
+    except OSError as error:
+        raise ConfigurationError(f"{file}: {error.strerror}; name a file that can be written") from None
+
+
+def _read(process: str) -> tuple[Settings, AgentRun]:
+    """Settings and manifest of a process, with logs set up. Of several AgentRuns in the file it takes its own."""
+    current = settings.read("database_url", "redis_url", "manifest")
+    assert current.manifest is not None
+    set_up_logs(level=current.log_level, form=current.log_format, process=process, agent=current.agent)
+    found = load(current.manifest)
+    if len(found) == 1:
+        return current, found[0]
+    for agent_run in found:
+        if agent_run.metadata.name == current.name:
+            return current, agent_run
+    raise ManifestError(f"{current.manifest}: holds no AgentRun named {current.name}; set AGENTRUN_NAME to one of its names")
+
+
+def _run(work: Coroutine[Any, Any, object]) -> None:
+    """Runs a process to its end on uvloop where there is one."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(work)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop

@@ -1,0 +1,210 @@
+"""From a file to AgentRuns, and from a mistake in it to one line that names file, field and remedy."""
+
+import difflib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from agentrun.domain.errors import ManifestError
+from agentrun.manifests.agentrun import API_VERSION, CROSS_FIELD, AgentRun
+
+
+def load(path: Path) -> list[AgentRun]:
+    """All AgentRuns of a YAML or JSON file, in its order.
+
+    Raises ManifestError, whose message is one line: file, field in camelCase, what is wrong, what to do.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ManifestError(f"{path}: no such file; name an AgentRun manifest") from None
+    except UnicodeDecodeError as error:
+        raise ManifestError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+    except OSError as error:
+        raise ManifestError(f"{path}: {_one_line(error.strerror or str(error))}; name a file that can be read") from None
+    return parse(text, source=str(path))
+
+
+def load_one(path: Path) -> AgentRun:
+    """The only AgentRun of a file. Raises ManifestError, also if there are several."""
+    found = load(path)
+    if len(found) > 1:
+        raise ManifestError(f"{path}: holds {len(found)} AgentRuns; keep one per file here")
+    return found[0]
+
+
+def parse(text: str, *, source: str) -> list[AgentRun]:
+    """All AgentRuns of a YAML text; `source` is how messages name it. Raises ManifestError."""
+    documents = _documents(text, source)
+    if not documents:
+        raise ManifestError(f"{source}: the file is empty; write an AgentRun (apiVersion, kind, metadata, spec)")
+    many = len(documents) > 1
+    return [
+        _agent_run(document, f"{source} (document {number})" if many else source) for number, document in enumerate(documents, 1)
+    ]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that refuses a member written twice: the last one would win silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the member {key.value!r} is there twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _documents(text: str, source: str) -> list[Any]:
+    try:
+        found = list(yaml.load_all(text, Loader=_Loader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ManifestError(f"{source}{place}: {_one_line(error.problem or 'not YAML')}; correct the YAML there") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ManifestError(f"{source}: not YAML: {_one_line(str(error))}; correct the file") from None
+    return [document for document in found if document is not None]
+
+
+def _agent_run(document: Any, source: str) -> AgentRun:
+    if not isinstance(document, dict):
+        raise ManifestError(f"{source}: holds {_kind_of(document)}; write an AgentRun (apiVersion, kind, metadata, spec)")
+    kind = document.get("kind")
+    if kind == "CronTask":
+        raise ManifestError(f"{source}: kind: CronTask is not supported by this version; remove the document")
+    if kind != "AgentRun":
+        raise ManifestError(f"{source}: kind: {_show(kind)} is not known; write kind: AgentRun")
+    if (version := document.get("apiVersion")) != API_VERSION:
+        raise ManifestError(f"{source}: apiVersion: {_show(version)} is not known; write apiVersion: {API_VERSION}")
+    try:
+        return AgentRun.model_validate(document, by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise ManifestError(f"{source}: {_first(error)}") from None
+
+
+def _first(error: ValidationError) -> str:
+    """The mistake to mend first: a misspelt field before the one that is therefore missing."""
+    details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+    more = f" ({len(details) - 1} more after this one)" if len(details) > 1 else ""
+    return _one_line(_sentence(details[0])) + more
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    place = detail["loc"] + tuple(context.get("path", ()))
+    what, remedy = detail["msg"], "correct it"
+    if kind == CROSS_FIELD:
+        what, remedy = context["what"], context["remedy"]
+    elif kind == "extra_forbidden":
+        what, remedy = "unknown field", _suggestion(detail["loc"])
+    elif kind == "missing":
+        what, remedy = "is missing", f"add it: {_description(place)}"
+    elif kind in ("greater_than_equal", "less_than_equal"):
+        bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
+        what, remedy = f"{_show(value)} is out of range", f"set it to {bound}"
+    elif kind in _TYPES:
+        what, remedy = f"must be {_TYPES[kind]}, not {_kind_of(value)}", f"expected: {_description(place)}"
+    elif kind == "literal_error":
+        what, remedy = f"{_show(value)} is not allowed", f"use {context['expected']}"
+    elif kind in ("string_pattern_mismatch", "string_too_long", "too_long", "invalid_key"):
+        what, remedy = f"{_show(value)} is not valid", f"expected: {_description(place)}"
+    return f"{_path(place)}: {what}; {remedy}"
+
+
+_TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "invalid-json-value": "a JSON value",
+}
+
+
+def _path(place: Sequence[int | str]) -> str:
+    """`spec.agent.tools[2]`; pieces that name an alternative of a type are left out."""
+    text = ""
+    for piece in place:
+        if isinstance(piece, int):
+            text += f"[{piece}]"
+        elif piece.isidentifier() or not text:
+            text += f".{piece}" if text else piece
+        else:
+            text += f"[{piece!r}]"
+    return text
+
+
+def _models(place: Sequence[int | str]) -> Iterator[tuple[type[BaseModel], str]]:
+    """The models on the way to a field, each with the name of the member that leads on."""
+    model: type[BaseModel] | None = AgentRun
+    for piece in place:
+        if model is None or not isinstance(piece, str):
+            return
+        yield model, piece
+        model = next((_nested(f.annotation) for f in model.model_fields.values() if f.alias == piece), None)
+
+
+def _nested(annotation: Any) -> type[BaseModel] | None:
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _fields(model: type[BaseModel]) -> Mapping[str, str]:
+    return {f.alias or name: f.description or "" for name, f in model.model_fields.items()}
+
+
+def _suggestion(place: Sequence[int | str]) -> str:
+    """What to write instead of an unknown member: the nearest known name, or all that are known there."""
+    *_, (model, unknown) = _models(place)
+    names = {_folded(name): name for name in _fields(model)}
+    near = difflib.get_close_matches(_folded(unknown), names, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {names[near[0]]}?"
+    return f"remove it; known here: {', '.join(names.values())}" if names else "remove it; nothing can be set here"
+
+
+def _folded(name: str) -> str:
+    return str(name).replace("_", "").replace("-", "").lower()
+
+
+def _description(place: Sequence[int | str]) -> str:
+    found = [_fields(model).get(name, "") for model, name in _models(place)]
+    text = next((text for text in reversed(found) if text), "see the reference")
+    return text[0].lower() + text[1:].rstrip(".")
+
+
+def _kind_of(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    return _show(value)
+
+
+def _show(value: Any) -> str:
+    """A value as YAML users write it, cut to a readable length."""
+    if value is None:
+        return "nothing"
+    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

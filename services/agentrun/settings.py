@@ -1,0 +1,91 @@
+"""What a process is told by its environment. Read once, in cli.py, and passed on; nobody else reads os.environ."""
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from agentrun.domain.errors import ConfigurationError
+
+
+class Settings(BaseSettings):
+    """The settings of one process. URLs carry passwords, so they are kept out of `repr`."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+    namespace: str = Field(default="default", min_length=1, max_length=63, validation_alias="AGENTRUN_NAMESPACE")
+    name: str = Field(default="agent", min_length=1, max_length=63, validation_alias="AGENTRUN_NAME")
+    """The AgentRun's name. With the namespace it keys every table and every key of the bus."""
+    manifest: Path | None = Field(default=None, validation_alias="AGENTRUN_MANIFEST")
+    """The AgentRun as YAML or JSON."""
+    database_url: str = Field(default="", repr=False, validation_alias="DATABASE_URL")
+    redis_url: str = Field(default="", repr=False, validation_alias="REDIS_URL")
+    api_keys: Path | None = Field(default=None, validation_alias="AGENTRUN_API_KEYS")
+    """The file of hashed API keys; see `domain.keys`."""
+    pod_name: str = Field(default_factory=socket.gethostname, min_length=1, validation_alias="AGENTRUN_POD_NAME")
+    host: str = Field(default="0.0.0.0", validation_alias="AGENTRUN_HOST")
+    port: int = Field(default=8080, ge=0, le=65535, validation_alias="AGENTRUN_PORT")
+    """Where the gateway listens; 0 takes any free port."""
+    health_host: str = Field(default="0.0.0.0", validation_alias="AGENTRUN_HEALTH_HOST")
+    health_port: int | None = Field(default=8081, ge=0, le=65535, validation_alias="AGENTRUN_HEALTH_PORT")
+    """Where worker and scheduler serve /healthz, /readyz and /metrics; 0 takes any free port, empty switches it off."""
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", validation_alias="AGENTRUN_LOG_LEVEL")
+    log_format: Literal["json", "console"] = Field(default="json", validation_alias="AGENTRUN_LOG_FORMAT")
+
+    @field_validator("manifest", "api_keys", "health_port", mode="before")
+    @classmethod
+    def _empty_is_off(cls, value: Any) -> Any:
+        return None if value == "" else value
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _any_case(cls, value: Any) -> Any:
+        return value.lower() if isinstance(value, str) else value
+
+    @property
+    def agent(self) -> str:
+        """The AgentRun as the tables name it: namespace/name."""
+        return f"{self.namespace}/{self.name}"
+
+
+_NEEDED = {
+    "database_url": "postgresql://user@host/database",
+    "redis_url": "redis://host:6379/0",
+    "manifest": "the path of the AgentRun manifest",
+}
+
+
+def read(*needed: Literal["database_url", "redis_url", "manifest"]) -> Settings:
+    """The settings, of which `needed` must be set.
+
+    Raises ConfigurationError, whose message is one line: variable, what is wrong, what to do.
+    """
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        variable = ".".join(str(piece) for piece in detail["loc"])
+        shown = "" if variable.endswith("_URL") else f" is {detail['input']!r}"
+        raise ConfigurationError(f"{variable}{shown}: {detail['msg'][:1].lower()}{detail['msg'][1:]}; correct it") from None
+    for field in needed:
+        if not getattr(settings, field):
+            raise ConfigurationError(f"{variable_of(field)} is not set; set it to {_NEEDED[field]}")
+    return settings
+
+
+def variable_of(field: str) -> str:
+    """The environment variable that sets a field."""
+    return str(Settings.model_fields[field].validation_alias)
+
+
+def environment_of(settings: Settings, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment that gives a child process these settings, on top of `base` (this process' own if None)."""
+    environment = dict(os.environ if base is None else base)
+    for field in Settings.model_fields:
+        value = getattr(settings, field)
+        environment[variable_of(field)] = "" if value is None else str(value)
+    return environment

@@ -1,0 +1,106 @@
+"""The command line: what it prints, how it fails, and what it does not load."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrun import __version__, cli
+from agentrun.domain.keys import Scope, parse_records, verify
+
+MANIFEST = """apiVersion: agentrun.dev/v1alpha1
+kind: AgentRun
+metadata: {name: NAME}
+spec: {agent: {model: "demo:chat"}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("AGENTRUN_") or name in ("DATABASE_URL", "REDIS_URL"):
+            monkeypatch.delenv(name)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of a command run in this process."""
+    monkeypatch.setattr(sys, "argv", ["agentrun", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (("scheduler",), "DATABASE_URL is not set"),
+        (("worker",), "DATABASE_URL is not set"),
+        (("gateway",), "DATABASE_URL is not set"),
+        (("migrate",), "DATABASE_URL is not set"),
+        (("dev", "-f", "nowhere.yaml"), "nowhere.yaml: no such file"),
+        (("keys", "create", "--user", " "), "--user: a key belongs to a user"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(
+    command: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, *command) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("agentrun: ")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_a_key_is_shown_once_and_stored_as_a_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    shown = []
+    for user in ("ann", "bob"):
+        command = ("keys", "create", "--user", user, "--scope", "act-as", "--scope", "admin", "--file", str(file))
+        assert call(monkeypatch, *command) == 0
+        shown.append(capsys.readouterr().out.strip())
+    records = parse_records(file.read_text())
+
+    assert [verify(key, records).user for key in shown if verify(key, records)] == ["ann", "bob"]  # type: ignore[union-attr]
+    assert all(record.scopes == set(Scope) for record in records.values())
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_without_a_file_comes_with_its_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "keys", "create", "--user", "ann") == 0
+    out, err = capsys.readouterr()
+
+    assert verify(out.strip(), parse_records(err.partition(": ")[2])) is not None
+
+
+def test_a_process_takes_its_own_agent_run_out_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "runs.yaml"
+    file.write_text("---\n".join(MANIFEST.replace("NAME", name) for name in ("sales", "support")))
+    for name, value in (("DATABASE_URL", "x"), ("REDIS_URL", "x"), ("AGENTRUN_MANIFEST", str(file))):
+        monkeypatch.setenv(name, value)
+
+    monkeypatch.setenv("AGENTRUN_NAME", "support")
+    monkeypatch.setattr(cli, "set_up_logs", lambda **_: None)
+    assert cli._read("worker")[1].metadata.name == "support"
+
+    monkeypatch.setenv("AGENTRUN_NAME", "other")
+    with pytest.raises(cli.ManifestError, match="holds no AgentRun named other"):
+        cli._read("worker")
+
+
+def test_the_command_line_loads_no_process_before_it_is_asked_for() -> None:
+    """Loading them takes seconds; `agentrun --version` must not."""
+    heavy = ("asyncpg", "redis", "fastapi", "uvicorn", "pydantic_ai", "openai", "genai_prices")
+    code = f"import sys, agentrun.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,158 @@
+"""Manifests: what is accepted, with which defaults, and what a mistake is told."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from agentrun.domain.errors import ManifestError
+from agentrun.manifests import AgentRun, AgentRunSpec, AgentSpec, WorkersSpec, load, load_one, parse
+from agentrun.manifests.agentrun import Spec
+
+HEAD = "apiVersion: agentrun.dev/v1alpha1\nkind: AgentRun\nmetadata: {name: support}\n"
+AGENT = "agent: {model: 'demo:chat'}"
+
+
+def spec(text: str) -> str:
+    return HEAD + "spec: {" + text + "}"
+
+
+def message(text: str) -> str:
+    with pytest.raises(ManifestError) as refused:
+        parse(text, source="run.yaml")
+    found = str(refused.value)
+    assert "\n" not in found
+    return found
+
+
+def parts(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield model
+    for field in model.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from parts(field.annotation)
+
+
+def test_the_shortest_manifest_has_the_documented_defaults() -> None:
+    (run,) = parse(spec(AGENT), source="run.yaml")
+
+    assert (run.metadata.name, run.metadata.namespace, run.spec.agent.model) == ("support", "dev", "demo:chat")
+    assert (run.spec.workers.lease_seconds, run.spec.workers.retries) == (30, 3)
+    assert run.spec.reaper.max_lost_attempts == 3
+    assert run.spec.submission.dedupe_seconds == 10
+    assert (run.spec.streaming.flush_events, run.spec.streaming.flush_milliseconds) == (50, 200)
+
+
+def test_what_is_written_out_reads_back_equal() -> None:
+    (run,) = parse(spec(AGENT + ", workers: {concurrency: 3}"), source="run.yaml")
+
+    assert AgentRun.model_validate(run.as_document(), by_alias=True, by_name=False) == run
+
+
+def test_a_file_may_hold_several_agent_runs(tmp_path: Path) -> None:
+    file = tmp_path / "runs.yaml"
+    file.write_text(spec(AGENT) + "\n---\n" + spec(AGENT).replace("support", "sales") + "\n---\n")
+
+    assert [run.metadata.name for run in load(file)] == ["support", "sales"]
+    with pytest.raises(ManifestError, match="holds 2 AgentRuns"):
+        load_one(file)
+
+
+def test_json_is_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(
+        '{"apiVersion": "agentrun.dev/v1alpha1", "kind": "AgentRun", "metadata": {"name": "a"},'
+        ' "spec": {"agent": {"entrypoint": "shop.agents:support"}}}'
+    )
+
+    assert load_one(file).spec.agent.entrypoint == "shop.agents:support"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "run.yaml: the file is empty"),
+        ("# nothing\n---\n", "run.yaml: the file is empty"),
+        ("a: [", "run.yaml, line 1, column 5: expected the node content"),
+        ("a: \x00", "run.yaml: not YAML"),
+        ("- 1", "run.yaml: holds a list; write an AgentRun"),
+        ("kind: Deployment", "run.yaml: kind: 'Deployment' is not known; write kind: AgentRun"),
+        ("kind: CronTask", "run.yaml: kind: CronTask is not supported by this version"),
+        ("kind: AgentRun\napiVersion: v1", "run.yaml: apiVersion: 'v1' is not known; write apiVersion: agentrun.dev/v1alpha1"),
+        (HEAD, "run.yaml: spec: is missing; add it"),
+        (spec(""), "run.yaml: spec.agent: is missing"),
+        (spec("agent: {}"), "run.yaml: spec.agent.model: neither model nor entrypoint is given; set one of them"),
+        (spec("agent: {model: 'demo:chat', entrypoint: 'a:b'}"), "run.yaml: spec.agent.entrypoint: model and entrypoint"),
+        (spec("agent: {model: gpt}"), "run.yaml: spec.agent.model: 'gpt' is not valid; expected: the model as provider:name"),
+        (spec("agent: {entrypoint: 'a b:c'}"), "run.yaml: spec.agent.entrypoint: 'a b:c' is not valid"),
+        (spec("agent: {entrypoint: 'a:b', tools: ['a:c']}"), "run.yaml: spec.agent.tools: an entrypoint brings its own"),
+        (spec("agent: {model: 'demo:chat', tools: [x]}"), "run.yaml: spec.agent.tools[0]: 'x' is not valid"),
+        (spec(AGENT + ", worker: {}"), "run.yaml: spec.worker: unknown field; did you mean workers?"),
+        (spec(AGENT + ", workers: {min_replicas: 1}"), "spec.workers.min_replicas: unknown field; did you mean minReplicas?"),
+        (spec(AGENT + ", workers: {colour: red}"), "spec.workers.colour: unknown field; remove it; known here: minReplicas,"),
+        (spec(AGENT + ", redis: {url: x}"), "spec.redis.url: unknown field; remove it; nothing can be set here"),
+        (spec(AGENT + ", workers: {minReplicas: '1'}"), "spec.workers.minReplicas: must be a whole number, not '1'"),
+        (spec(AGENT + ", workers: {minReplicas: true}"), "spec.workers.minReplicas: must be a whole number, not true"),
+        (spec(AGENT + ", workers: {minReplicas: 1.5}"), "spec.workers.minReplicas: must be a whole number, not 1.5"),
+        (spec(AGENT + ", workers: "), "spec.workers: must be a mapping, not nothing"),
+        (spec(AGENT + ", workers: {leaseSeconds: 1}"), "spec.workers.leaseSeconds: 1 is out of range; set it to at least 2"),
+        (spec(AGENT + ", workers: {leaseSeconds: 601}"), "leaseSeconds: 601 is out of range; set it to at most 600"),
+        (spec(AGENT + ", workers: {retries: 1, retries: 2}"), "run.yaml, line 4, column 59: the member 'retries' is there twice"),
+        (spec(AGENT + ", followUps: {policy: Merge}"), "spec.followUps.policy: 'Merge' is not allowed; use 'Enqueue'"),
+        (
+            spec(AGENT + ", workers: {leaseSeconds: 60}"),
+            "run.yaml: spec.reaper.idleSeconds: 30 is below workers.leaseSeconds (60); set it to 60 or more",
+        ),
+        (spec(AGENT).replace("support", "Support_1"), "run.yaml: metadata.name: 'Support_1' is not valid"),
+        (spec(AGENT) + "\n---\nkind: CronTask", "run.yaml (document 2): kind: CronTask is not supported by this version"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line_with_field_and_remedy(text: str, expected: str) -> None:
+    assert expected in message(text)
+
+
+def test_sc_06_minimum_above_maximum_is_refused() -> None:
+    found = message(spec(AGENT + ", workers: {minReplicas: 5, maxReplicas: 4}"))
+
+    assert "spec.workers.minReplicas: 5 is above workers.maxReplicas (4); lower it or raise workers.maxReplicas" in found
+
+
+def test_a_misspelt_field_is_told_before_the_one_that_is_missing_for_it() -> None:
+    found = message(HEAD + "spec: {agnet: {model: 'demo:chat'}}")
+
+    assert "spec.agnet: unknown field; did you mean agent?" in found
+    assert "(1 more after this one)" in found
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."])
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ManifestError, match=name if name != "." else "name a file that can be read"):
+        load(tmp_path / name)
+
+
+def test_a_file_that_is_not_text_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(b"kind: \xff")
+
+    with pytest.raises(ManifestError, match="not UTF-8 at byte 6"):
+        load(file)
+
+
+def test_code_may_use_python_names_and_gets_the_same_checks() -> None:
+    made = AgentRunSpec(agent=AgentSpec(model="demo:chat"), workers=WorkersSpec(min_replicas=1))
+
+    assert made.workers.min_replicas == 1
+    with pytest.raises(ValidationError):
+        AgentRunSpec(agent=AgentSpec(model="demo:chat"), workers=WorkersSpec(min_replicas=11))
+
+
+@pytest.mark.parametrize("part", sorted(set(parts(AgentRun)), key=lambda part: part.__name__))
+def test_every_field_is_described_and_closed_and_bounded(part: type[BaseModel]) -> None:
+    assert issubclass(part, Spec)
+    assert part.model_config["extra"] == "forbid"
+    assert all(field.description for field in part.model_fields.values())
+    for name, schema in part.model_json_schema(by_alias=True).get("properties", {}).items():
+        assert schema.get("description") or "$ref" in schema, name
+        if schema.get("type") == "integer":
+            assert {"minimum", "maximum"} <= schema.keys(), name
+            assert "default" in schema, name
