@@ -1,0 +1,71 @@
+"""A run's events wherever they are: Postgres has all that were flushed, the run's Redis stream the newest.
+
+Answers are always without a hole: they begin right after the position asked for, or are empty.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from uuid import UUID
+
+from agentrun import telemetry
+from agentrun.domain.errors import BusUnavailable
+from agentrun.domain.events import Event
+from agentrun.store import messages
+from agentrun.store.pool import Pool
+
+PAGE = 200
+BUS_SECONDS = 1.0
+"""Redis is only the shorter way: Postgres is asked when it takes longer."""
+
+ReadStream = Callable[[UUID, int, int], Awaitable[Sequence[Event]]]
+
+
+def contiguous(events: Sequence[Event], *, after: int) -> list[Event]:
+    """The events right after `after`, up to the first hole."""
+    found: list[Event] = []
+    for event in events:
+        if event.seq == after + len(found) + 1:
+            found.append(event)
+        elif event.seq > after:
+            break
+    return found
+
+
+class EventLog:
+    """Reads events of runs; `read_stream` takes run id, position and limit. Holds no connection between two calls."""
+
+    def __init__(self, pool: Pool, read_stream: ReadStream) -> None:
+        self._pool = pool
+        self._read_stream = read_stream
+
+    async def replay(self, run_id: UUID, *, after: int) -> list[Event]:
+        """The next page for a client that starts: Postgres first, then the stream. Raises StoreUnavailable."""
+        found = contiguous(await messages.after(self._pool, run_id, after=after, limit=PAGE), after=after)
+        if len(found) == PAGE:
+            return found
+        top = found[-1].seq if found else after
+        newest = await self._streamed(run_id, after=top)
+        if newest and newest[0].seq > top + 1:
+            # What lies between was flushed since Postgres was read, or was never on the stream.
+            between = await messages.after(self._pool, run_id, after=top, limit=PAGE)
+            found += contiguous(between, after=top)
+            top = found[-1].seq if found else after
+        return found + contiguous(newest, after=top)
+
+    async def refill(self, run_id: UUID, *, after: int) -> list[Event]:
+        """What is missing in a live stream: from the run's stream, else from Postgres. Raises StoreUnavailable."""
+        found = contiguous(await self._streamed(run_id, after=after), after=after)
+        source = "redis"
+        if not found:
+            found = contiguous(await messages.after(self._pool, run_id, after=after, limit=PAGE), after=after)
+            source = "postgres"
+        if found:
+            telemetry.STREAM_REFILLS.labels(source).inc()
+        return found
+
+    async def _streamed(self, run_id: UUID, *, after: int) -> Sequence[Event]:
+        try:
+            async with asyncio.timeout(BUS_SECONDS):
+                return await self._read_stream(run_id, after, PAGE)
+        except (BusUnavailable, TimeoutError):
+            return []

@@ -1,0 +1,119 @@
+"""GET /v1/sessions, GET /v1/sessions/{session}/messages: conversations as their user sees them."""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+from uuid import UUID
+
+import msgspec
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+
+from agentrun.domain.states import RunStatus
+from agentrun.gateway.auth import Caller
+from agentrun.gateway.context import Gateway, answering, page_position, session_name
+from agentrun.gateway.problems import not_found
+from agentrun.gateway.routes.runs import After, Limit
+from agentrun.store import runs, sessions
+from agentrun.store.runs import HeldInput, RunRow
+
+
+class Session(BaseModel):
+    """A conversation."""
+
+    session_id: UUID
+    session: str = Field(description="Its name, as in /v1/sessions/{session}/messages.")
+    user: str
+    created_at: datetime
+
+
+class SessionPage(BaseModel):
+    """Conversations, newest first."""
+
+    sessions: list[Session]
+    next: UUID | None = Field(description="Send it as `after` for the next page; null at the end.")
+
+
+class Item(BaseModel):
+    """One whole message."""
+
+    run_id: UUID
+    role: Literal["user", "agent"]
+    content: Any
+    status: RunStatus = Field(description="How the run stands that holds the message.")
+    created_at: datetime
+
+
+class ItemPage(BaseModel):
+    """Messages, newest first: of each run its answer, then what the user said."""
+
+    messages: list[Item]
+    next: UUID | None = Field(description="Send it as `after` for the next page; null at the end.")
+
+
+def items_of(run: RunRow, held: list[HeldInput]) -> list[Item]:
+    """The messages of one run, newest first."""
+    items = [
+        Item(
+            run_id=run.id,
+            role="user",
+            content=msgspec.json.decode(one.content),
+            status=run.status,
+            created_at=run.created_at,
+        )
+        for one in held
+    ]
+    result = msgspec.json.decode(run.result) if run.status is RunStatus.SUCCEEDED and run.result else None
+    if isinstance(result, dict) and result.get("output") is not None:
+        items.append(
+            Item(
+                run_id=run.id,
+                role="agent",
+                content=result["output"],
+                status=run.status,
+                created_at=run.finished_at or run.created_at,
+            )
+        )
+    return items[::-1]
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """The addresses."""
+    routes = APIRouter(prefix="/v1/sessions", tags=["sessions"])
+
+    async def authenticated(request: Request) -> Caller:
+        return gateway.authenticator.caller(request.scope)
+
+    Who = Annotated[Caller, Depends(authenticated)]
+
+    @routes.get("", summary="Sessions, newest first")
+    async def list_sessions(caller: Who, after: After = None, limit: Limit = 50) -> SessionPage:
+        async with answering():
+            found = await sessions.list_sessions(
+                gateway.pool, agent=gateway.agent, user_id=caller.sees, before=page_position(after), limit=limit + 1
+            )
+        page = found[:limit]
+        return SessionPage(
+            sessions=[
+                Session(session_id=one.id, session=one.external_id, user=one.user_id, created_at=one.created_at) for one in page
+            ],
+            next=page[-1].id if len(found) > limit else None,
+        )
+
+    @routes.get("/{session}/messages", summary="The messages of a session, whole, newest first; pages are counted in runs")
+    async def list_messages(caller: Who, session: str, after: After = None, limit: Limit = 50) -> ItemPage:
+        name, before = session_name(session), page_position(after)
+        async with answering():
+            if await sessions.find(gateway.pool, agent=gateway.agent, user_id=caller.user, external_id=name) is None:
+                raise not_found("session")
+            found = await runs.list_runs(
+                gateway.pool, agent=gateway.agent, user_id=caller.user, session=name, before=before, limit=limit + 1
+            )
+            page = found[:limit]
+            inputs = await runs.held_inputs(gateway.pool, [run.id for run in page])
+        return ItemPage(
+            messages=[item for run in page for item in items_of(run, [one for one in inputs if one.run_id == run.id])],
+            next=page[-1].id if len(found) > limit else None,
+        )
+
+    return routes
