@@ -41,6 +41,12 @@ def _parse(text: str) -> dict[str, _Point]:
 _points = _parse(os.environ.get(VARIABLE, ""))
 
 
+def configure(text: str) -> None:
+    """Replaces all points by those of `text`, for a process whose environment was set after its start."""
+    _points.clear()
+    _points.update(_parse(text))
+
+
 def _due(name: str) -> _Point | None:
     point = _points.get(name)
     if point is None:

@@ -6,17 +6,15 @@ Nothing leaks: `ProductProcesses.close` kills what is left, and every process di
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx2
+from product_launch import FORKS, forked, spawned
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import eventually
-
-from agentrun.dev import launch
 
 _handed_out: set[int] = set()
 
@@ -68,19 +66,13 @@ class ProductProcess:
     """One process. `port` answers HTTP: the gateway's own, or the health port of the others."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], port: int, log: Path) -> None:
+        """`command` is a program's command line; `agentrun ROLE` alone is forked from a process that has imported it already."""
         self.name = name
         self.port = port
         self.log = log
         self.base_url = f"http://127.0.0.1:{port}"
-        with log.open("ab") as out:
-            self._process = subprocess.Popen(
-                launch.command(command, last_signal=signal.SIGKILL),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=dict(environment),
-                start_new_session=True,
-            )
+        log.touch()
+        self._process = forked(command[1], environment, log) if command[0] == "agentrun" else spawned(command, environment, log)
 
     @property
     def pid(self) -> int:
@@ -93,22 +85,22 @@ class ProductProcess:
 
     def kill(self) -> None:
         """SIGKILL, and waits for the end."""
-        self._process.kill()
+        self.signal(signal.SIGKILL)
         self._process.wait()
 
     def stop(self) -> None:
         """SIGSTOP: it is there and does nothing, like a node that hangs."""
-        self._process.send_signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
 
     def cont(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
 
     def signal(self, what: signal.Signals) -> None:
         self._process.send_signal(what)
 
     async def terminate(self, *, within: float = 20.0) -> int:
         """SIGTERM, and waits for the end; the exit code."""
-        self._process.terminate()
+        self.signal(signal.SIGTERM)
         return await self.wait(within=within)
 
     async def wait(self, *, within: float = 20.0) -> int:
@@ -206,7 +198,7 @@ class ProductProcesses:
             **product.environment,
             **own,
         }
-        command = [sys.executable, "-m", "agentrun", role]
+        command = ["agentrun", role] if FORKS else [sys.executable, "-m", "agentrun", role]
         process = ProductProcess(name, command, environment, port, self._folder / f"{name}.log")
         self.started.append(process)
         if ready:

@@ -11,8 +11,6 @@ from pydantic_ai import AbstractToolset, Agent, Tool
 from pydantic_ai.agent import AbstractAgent
 from pydantic_ai.exceptions import UserError
 from pydantic_ai.models import Model, infer_model
-from pydantic_ai.models.openai import OpenAIChatModel
-from pydantic_ai.providers.openai import OpenAIProvider
 
 from agentrun.agents import demo
 from agentrun.agents.base import Executor
@@ -77,6 +75,9 @@ def _model(name: str) -> Model:
 def _openai(name: str) -> Model:
     """Chat completions at OPENAI_BASE_URL, which any compatible server speaks, or at OpenAI. The SDK's own retries are off: a failed
     call ends the attempt, and the run's retries are durable and seen by its readers."""
+    from pydantic_ai.models.openai import OpenAIChatModel  # half a second that only these models need
+    from pydantic_ai.providers.openai import OpenAIProvider
+
     provider = OpenAIProvider()
     provider.client.max_retries = 0
     return OpenAIChatModel(name, provider=provider)

@@ -1,0 +1,142 @@
+"""The worker process: waits for its stores, works, and ends on SIGTERM within its grace period."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from redis.asyncio import Redis
+
+from agentrun import health
+from agentrun.agents.loading import load
+from agentrun.bus import connection
+from agentrun.bus.keys import Keys
+from agentrun.control.schema_gate import Verdict, decide
+from agentrun.domain.errors import BusUnavailable, SchemaMismatch, StoreUnavailable
+from agentrun.manifests import AgentRun
+from agentrun.settings import Settings
+from agentrun.store import migrations
+from agentrun.store.pool import Pool, create_pool
+from agentrun.worker.keeper import LeaseKeeper, LeaseStores
+from agentrun.worker.patience import Complaint, log
+from agentrun.worker.worker import Worker, consumer_name, limits
+
+T = TypeVar("T")
+
+PAUSE_SECONDS = 1.0
+CLOSE_SECONDS = 2.0
+
+
+class _Probes:
+    """What the health server is told. Asked from the keeper's thread."""
+
+    def __init__(self) -> None:
+        self.worker: Worker | None = None
+        self.keeper: LeaseKeeper | None = None
+        self.waits_for: str | None = "starting"
+
+    def alive(self) -> str | None:
+        if self.worker is None or self.keeper is None or self.keeper.blocked > 1:
+            return None  # a blocked loop is the keeper's to judge: it knows how long an agent may take
+        return self.worker.stalled()
+
+    def ready(self) -> str | None:
+        return self.waits_for
+
+
+async def run(settings: Settings, manifest: AgentRun) -> None:
+    """Works until SIGTERM or SIGINT. Raises ManifestError, BusMisconfigured, SchemaMismatch or ConfigurationError."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    executor = load(manifest.spec.agent, search=_folders(settings))
+    told, bounds, keys = _Probes(), limits(manifest), Keys(settings.namespace, settings.name)
+    consumer = consumer_name(settings.pod_name)
+    keeper = LeaseKeeper(
+        lambda: LeaseStores(settings.database_url, settings.redis_url, keys, consumer),
+        lease_seconds=bounds.lease_seconds,
+        beside=lambda: health.serve(host=settings.health_host, port=settings.health_port, alive=told.alive, ready=told.ready),
+    )
+    await keeper.start()
+    try:
+        async with _stores(settings, manifest) as (pool, redis):
+            if not await _until(stop, lambda: _usable(pool, redis, told)):
+                return
+            worker = Worker(executor, name=consumer, pool=pool, redis=redis, keys=keys, keeper=keeper, limits=bounds)
+            told.keeper, told.worker, told.waits_for = keeper, worker, None
+            worker.start()
+            log.info("worker started", consumer=consumer, capacity=bounds.capacity)
+            await stop.wait()
+            log.info("worker stops", active=worker.active)
+            told.worker = None
+            await worker.stop(manifest.spec.workers.drain_seconds)
+    finally:
+        await keeper.stop()
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(name)
+    log.info("worker stopped")
+    if worker.cut_short:
+        # What an agent started in threads, or an agent that swallowed its cancellation, would keep the process.
+        logging.shutdown()
+        os._exit(0)
+
+
+def _folders(settings: Settings) -> list[Path]:
+    return [settings.manifest.parent] if settings.manifest is not None else []
+
+
+@contextlib.asynccontextmanager
+async def _stores(settings: Settings, manifest: AgentRun) -> AsyncIterator[tuple[Pool, Redis]]:
+    """Pool and client; both open their connections when they are needed."""
+    pool = await create_pool(settings.database_url, manifest.spec.database.pool_size, name="agentrun-worker")
+    redis = await connection.connect(settings.redis_url)
+    try:
+        yield pool, redis
+    finally:
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await redis.aclose()
+                await pool.close()
+        except TimeoutError:
+            pool.terminate()
+
+
+async def _until(stop: asyncio.Event, what: Callable[[], Awaitable[None]]) -> bool:
+    """Does it, unless the stop comes first; whether it was done."""
+    doing = asyncio.ensure_future(what())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([doing, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            return False
+        await doing
+        return True
+    finally:
+        doing.cancel()
+        stopping.cancel()
+
+
+async def _usable(pool: Pool, redis: Redis, told: _Probes) -> None:
+    """Waits until both stores are there. Raises BusMisconfigured, or SchemaMismatch for a schema that is too new."""
+    complaint = Complaint("waits for its stores")
+    while True:
+        try:
+            state = await migrations.check(pool)
+            decision = decide(required=state.required, present=state.present, oldest_accepted=state.oldest_accepted)
+            if decision.verdict is Verdict.REFUSE:
+                raise SchemaMismatch(decision.message)
+            if not decision.serves:
+                raise StoreUnavailable(decision.message)
+            await connection.check(redis)
+        except (StoreUnavailable, BusUnavailable) as error:
+            complaint.about(error)
+            told.waits_for = str(error)
+            await asyncio.sleep(PAUSE_SECONDS)
+        else:
+            complaint.over()
+            return
