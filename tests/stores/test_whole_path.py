@@ -278,7 +278,7 @@ async def accepted(whole: System) -> bool:
 
 async def test_a_cancelled_run_stops_calling_the_model_and_keeps_its_text(whole: System) -> None:
     (worker,) = await running(whole)
-    run_id = await whole.submit("[[slow ms=50]] [[deltas n=400]]")
+    run_id = await whole.submit("[[slow ms=50]] [[deltas n=60]]")
     following = asyncio.create_task(whole.follow(run_id))
     await attempt_is_under_way(whole, run_id, events=2, kinds=("text_delta",))
     async with httpx2.AsyncClient(trust_env=False) as client:
