@@ -5,7 +5,6 @@ SHELL := /bin/bash
 .PHONY: help demo test test-system lint fmt types model clean
 
 STATE   ?= .agentrun
-PORT    ?= 8080
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
 
@@ -16,7 +15,7 @@ help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.synced ## Chat on this machine with an offline model; MODEL=provider:name, BASE_URL=…, MESSAGE=… for one answer
-	$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml --state $(STATE) --port $(PORT) \
+	$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml --state $(STATE) $(if $(PORT),--port $(PORT)) \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(BASE_URL),--base-url '$(BASE_URL)') $(if $(MESSAGE),--message '$(MESSAGE)')
 
 test: .venv/.synced ## All tests; the stores tier twice where Postgres 15 and Redis are installed

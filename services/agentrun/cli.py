@@ -95,7 +95,9 @@ def migrate() -> None:
 def dev(
     manifest: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The AgentRun manifest.")],
     state: Annotated[Path, typer.Option(help="Folder for the stores' data, kept between starts.")] = Path(".agentrun"),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes any free one.")] = 8080,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port of the gateway; without it 8080, or any free one if that is taken.")
+    ] = None,
     message: Annotated[str | None, typer.Option(help="Send this message, show the answer, and exit.")] = None,
     model: Annotated[str | None, typer.Option(help="Use this model (provider:name) instead of the manifest's.")] = None,
     base_url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server to ask, for a model of openai.")] = None,

@@ -1,6 +1,7 @@
 """The sweep and the tidying on real stores: nothing that waits stays unknown, nothing that is over stays behind."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from uuid import UUID
@@ -8,6 +9,7 @@ from uuid import UUID
 import pytest
 from redis.asyncio import Redis
 from run_factory import claimed, submitted
+from waiting import eventually
 
 from agentrun.bus.connection import connect
 from agentrun.bus.keys import GROUP, Keys
@@ -171,7 +173,7 @@ async def test_an_outage_of_redis_is_told(stores: Stores) -> None:
 
 async def test_rs_05_consumers_of_restarted_workers_do_not_pile_up(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tidying_module, "SHORTEST_GRACE_SECONDS", 0.3)
-    tidying = Tidying(stores.stream, grace_seconds=0.3)
+    tidying = Tidying(stores.stream, idle_seconds=60, grace_seconds=0.3)
     run = new_id()
     await stores.stream.publish([run])
     (held,) = await stores.stream.read("worker-0", count=1, block_ms=0)
@@ -203,8 +205,25 @@ async def test_entries_that_are_done_with_are_trimmed_and_no_others(stores: Stor
     first, second, *_ = await stores.stream.read("w-1", count=4, block_ms=0)
     await stores.stream.acknowledge([Held(first.run_id, first.entry_id)])
 
-    await Tidying(stores.stream, grace_seconds=60).tick()
+    await Tidying(stores.stream, idle_seconds=60, grace_seconds=60).tick()
 
     assert await stores.redis.xlen(KEYS.runs) == 9
     assert (await stores.redis.xrange(KEYS.runs, count=1))[0][0].decode() == second.entry_id
     assert await stores.waiting() == ids[4:]
+
+
+async def test_what_is_remembered_of_lost_entries_goes_and_nothing_else(stores: Stores) -> None:
+    """The stream was lost and the hash kept, a worker died before its ack: nobody looks at a finished run's entry again."""
+    lost, waiting, young = new_id(), new_id(), new_id()
+    await stores.stream.publish([lost, waiting])
+    entry = (await stores.stream.entries([lost]))[lost]
+    await stores.redis.xdel(KEYS.runs, entry)
+    await stores.redis.hset(KEYS.entries, str(young), f"{int(time.time() * 1000)}-0")
+    await eventually(lambda: forgotten(stores), within=5, what="an entry older than 50 ms is looked up")
+    assert await stores.stream.entries([lost]) == {lost: None}
+    assert (await stores.stream.entries([waiting]))[waiting] is not None
+    assert await stores.stream.forget_lost(idle_ms=60_000) == (0, 0)
+
+
+async def forgotten(stores: Stores) -> bool:
+    return (await stores.stream.forget_lost(idle_ms=50))[1] > 0

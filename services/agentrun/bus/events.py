@@ -12,6 +12,9 @@ from agentrun.bus.keys import Keys
 from agentrun.domain.errors import BusUnavailable
 from agentrun.domain.events import Event, decode
 
+TTL_SECONDS = 3600
+"""How long a run's stream lives after its last event; Postgres has them all."""
+
 _log = structlog.get_logger(__name__)
 
 
@@ -23,7 +26,7 @@ class EventStream:
         self._keys = keys
         self._append = script(redis, "append")
 
-    async def append(self, events: Sequence[tuple[UUID, Event]], *, ttl_seconds: int) -> list[bool]:
+    async def append(self, events: Sequence[tuple[UUID, Event]], *, ttl_seconds: int = TTL_SECONDS) -> list[bool]:
         """Appends events of any runs, in this order, and publishes those that were appended; one round trip.
 
         False for an event whose number the stream had reached already, or whose stream refused it (that is logged). A

@@ -73,6 +73,7 @@ class WorkStream:
         self._existing = script(redis, "existing")
         self._trim = script(redis, "trim")
         self._retire = script(redis, "retire")
+        self._forget = script(redis, "forget")
 
     async def aclose(self) -> None:
         """Closes the connection for reads; the client that was given in stays open."""
@@ -205,6 +206,15 @@ class WorkStream:
         """Removes the entries that nobody needs any more, and returns how many."""
         async with answering(self._pool):
             return int(await self._trim([self._keys.runs], [GROUP]))
+
+    async def forget_lost(self, *, idle_ms: int, cursor: int = 0, count: int = 1000) -> tuple[int, int]:
+        """Looks at about `count` runs' entry ids from `cursor` on and forgets those, older than `idle_ms`, that the stream has lost.
+
+        Returns the next cursor (0: all have been looked at) and how many were forgotten.
+        """
+        async with answering(self._pool):
+            following, forgotten = await self._forget([self._keys.runs, self._keys.entries], [cursor, count, idle_ms])
+        return int(following), int(forgotten)
 
     async def retire_consumers(self, idle_ms: int) -> list[str]:
         """Deletes consumers that have been idle so long and hold nothing, and returns their names.

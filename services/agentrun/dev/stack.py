@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +30,7 @@ from agentrun.dev.client import Client
 from agentrun.dev.conversation import Screen
 from agentrun.dev.stores import Stores, StoreUrls
 from agentrun.dev.workers import Workers
-from agentrun.domain.errors import AgentrunError
+from agentrun.domain.errors import AgentrunError, ManifestError
 from agentrun.domain.keys import RANDOM_BYTES, Scope, generate, record_line
 from agentrun.gateway import process as gateway_process
 from agentrun.maintenance.supervise import Supervisor
@@ -39,6 +40,7 @@ from agentrun.settings import Settings, environment_of
 from agentrun.store import migrations
 from agentrun.telemetry import set_up_logs
 
+USUAL_PORT = 8080
 SCALE_SECONDS = 0.25
 RECOVERY_MARGIN_SECONDS = 30.0
 GRACE_MARGIN_SECONDS = 15.0
@@ -49,11 +51,14 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How `agentrun dev` was called. `model` replaces the manifest's, `base_url` is an OpenAI-compatible server for it."""
+    """How `agentrun dev` was called.
+
+    Without a `port`: the usual one, or any. `model` replaces the manifest's, `base_url` is an OpenAI-compatible server for it.
+    """
 
     manifest: Path
     state: Path
-    port: int
+    port: int | None = None
     message: str | None = None
     model: str | None = None
     base_url: str | None = None
@@ -110,18 +115,21 @@ async def _run(agent_run: AgentRun, options: Options, environment: dict[str, str
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     screen = Screen()
-    async with _stack(agent_run, options, environment, screen) as (client, url):
+    async with _stack(agent_run, options, environment, screen) as (client, url, workers):
         talking = asyncio.create_task(_talk(agent_run, options, screen, client, url))
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait([talking, stopping], return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not talking.done():
-            talking.cancel()
-            await asyncio.gather(talking, return_exceptions=True)
-            screen.line()
-            screen.step("stopping", "letting workers finish or hand back")
-            return 0
-        return 0 if await talking else 1
+        waits = [asyncio.create_task(stop.wait()), asyncio.create_task(workers.refused.wait())]
+        await asyncio.wait([talking, *waits], return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if talking.done():
+            return 0 if await talking else 1
+        talking.cancel()
+        await asyncio.gather(talking, return_exceptions=True)
+        screen.line()
+        if workers.refused.is_set():
+            raise ManifestError(workers.last_words())
+        screen.step("stopping", "letting workers finish or hand back")
+        return 0
 
 
 async def _talk(agent_run: AgentRun, options: Options, screen: Screen, client: Client, url: str) -> bool:
@@ -148,7 +156,7 @@ async def _talk(agent_run: AgentRun, options: Options, screen: Screen, client: C
 @contextlib.asynccontextmanager
 async def _stack(
     agent_run: AgentRun, options: Options, environment: dict[str, str], screen: Screen
-) -> AsyncIterator[tuple[Client, str]]:
+) -> AsyncIterator[tuple[Client, str, Workers]]:
     """Starts the parts in their order, with a line for each, and ends them in the opposite one."""
     stores = Stores(options.state)
     urls = await asyncio.to_thread(stores.start)
@@ -167,7 +175,7 @@ async def _stack(
             client = Client(url, key)
             try:
                 screen.step("key", f"Authorization: Bearer {key}")
-                yield client, url
+                yield client, url, workers
             finally:
                 await client.aclose()
     finally:
@@ -248,9 +256,16 @@ def _settings(agent_run: AgentRun, options: Options, urls: StoreUrls) -> Setting
         redis_url=urls.redis_url,
         api_keys=options.state / "api-keys",
         host="127.0.0.1",
-        port=options.port,
+        port=_free_port() if options.port is None else options.port,
         health_port=None,
     )
+
+
+def _free_port() -> int:
+    """The usual port, or 0 (any) where somebody has it."""
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", USUAL_PORT)):
+        return USUAL_PORT
+    return 0
 
 
 def _describe(urls: StoreUrls) -> str:

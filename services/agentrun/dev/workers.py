@@ -14,6 +14,8 @@ _log = structlog.get_logger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 10.0
+REFUSED = 2
+"""The exit code of a process that cannot run as it is set up."""
 STABLE_SECONDS = 10.0
 """A worker that lived for so long was not a failed start: the pause before its successor begins anew."""
 
@@ -30,6 +32,8 @@ class Workers:
         self._leaving: dict[subprocess.Popen[bytes], float] = {}
         self._pause = 0.0
         self._not_before = 0.0
+        self.refused = asyncio.Event()
+        """Set when a worker ended because its settings or manifest cannot be used: its log says why, another try would not help."""
 
     @property
     def running(self) -> int:
@@ -40,6 +44,11 @@ class Workers:
     def pids(self) -> list[int]:
         """All of them, the leaving ones included."""
         return [process.pid for process in (*self._started, *self._leaving)]
+
+    def last_words(self) -> str:
+        """The last line that a worker wrote."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return lines[-1].removeprefix("agentrun: ") if lines else "a worker ended without a word"
 
     def scale(self, wanted: int) -> None:
         """One step towards `wanted`: forgets the dead, kills those past their grace period, starts or stops the difference."""
@@ -84,6 +93,8 @@ class Workers:
                     FIRST_PAUSE_SECONDS if stable else min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)
                 )
                 self._not_before = now + self._pause
+                if code == REFUSED:
+                    self.refused.set()
                 _log.warning("a worker ended by itself", exit_code=code, log=str(self._log))
         for process, since in list(self._leaving.items()):
             if process.poll() is not None:

@@ -39,8 +39,6 @@ KEEP_ALIVE_SECONDS = 75  # longer than the idle limit of usual load balancers, s
 GRACE_SECONDS = 2
 CLOSE_SECONDS = 1.0
 BUS_CHECK_SECONDS = 30.0
-EVENT_TTL_SECONDS = 3600
-"""How long a run's Redis stream lives after an event that the gateway sends; Postgres has them all."""
 
 _log = structlog.get_logger(__name__)
 
@@ -133,7 +131,7 @@ async def _parts(settings: Settings, manifest: AgentRun, authenticator: Authenti
 
 def _publisher(work: WorkStream, events: EventStream, control: Control) -> Publisher:
     async def send_events(batch: Sequence[tuple[UUID, Event]]) -> None:
-        await events.append(batch, ttl_seconds=EVENT_TTL_SECONDS)
+        await events.append(batch)
 
     async def send_cancel(consumer: str, run_id: UUID, epoch: int) -> None:
         await control.send(consumer, ControlMessage(run_id, epoch, ControlAction.CANCEL))

@@ -28,7 +28,6 @@ from agentrun.telemetry import ATTEMPTS_ENDED, DEAD_LETTERS, ENTRIES, RUNS_FINIS
 PAGE = 100
 MOST_PAGES = 20
 """Pages of one tick: the rest waits for the next one, so that progress shows."""
-EVENT_TTL_SECONDS = 3600
 
 _log = structlog.get_logger(__name__)
 
@@ -160,7 +159,7 @@ class Reaper:
         """
         if not taken:
             return
-        await self._events.append([(one.run_id, event) for one in taken for event in one.events], ttl_seconds=EVENT_TTL_SECONDS)
+        await self._events.append([(one.run_id, event) for one in taken for event in one.events])
         known = {**await self._stream.entries([one.run_id for one in taken if one.run_id not in held]), **held}
         await self._republish([Held(one.run_id, known[one.run_id]) for one in taken if one.status is RunStatus.PENDING])
         await self._stream.acknowledge([Held(one.run_id, known[one.run_id]) for one in taken if one.status in FINAL])

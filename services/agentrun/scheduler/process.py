@@ -67,7 +67,7 @@ async def run(settings: Settings, manifest: AgentRun, *, stop: asyncio.Event | N
 def maintain(supervisor: Supervisor, reaper: Reaper, sweep: Sweep, stream: WorkStream) -> None:
     """Starts the loops that look after one AgentRun. Each that needs Redis checks it first, and again after it was away."""
     limits = reaper.limits
-    tidying = Tidying(stream, grace_seconds=2 * limits.idle_seconds)
+    tidying = Tidying(stream, idle_seconds=limits.idle_seconds, grace_seconds=2 * limits.idle_seconds)
     supervisor.every("reap-leases", limits.interval_seconds, reaper.reap_leases)
     supervisor.every("reap-entries", limits.interval_seconds, reaper.reap_entries, before=stream.ensure_group)
     supervisor.every("sweep", SWEEP_SECONDS, sweep.tick, before=stream.ensure_group)

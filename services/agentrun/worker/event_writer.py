@@ -26,14 +26,13 @@ from agentrun.worker.patience import Complaint, log, until_answered
 
 MOST = 500
 BUFFERED_EVENTS = 20_000
-EVENT_TTL_SECONDS = 3600
 REDIS_PAUSE_SECONDS = 0.5
 
 
 class Appends(Protocol):
     """The part of `EventStream` that is needed here."""
 
-    async def append(self, events: Sequence[tuple[UUID, Event]], *, ttl_seconds: int) -> Sequence[bool]:
+    async def append(self, events: Sequence[tuple[UUID, Event]]) -> Sequence[bool]:
         """Sends events to their runs' streams. Raises BusUnavailable."""
         ...
 
@@ -84,7 +83,7 @@ class LiveStage:
 
     async def _try(self, group: Sequence[tuple[UUID, Event]]) -> bool:
         try:
-            await self._stream.append(group, ttl_seconds=EVENT_TTL_SECONDS)
+            await self._stream.append(group)
         except Exception as error:  # whatever is wrong with Redis, the runs go on
             self._complaint.about(error)
             return False

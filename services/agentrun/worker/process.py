@@ -6,17 +6,17 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import TypeVar
 
 from redis.asyncio import Redis
 
 from agentrun import health
+from agentrun.agents.base import Executor
 from agentrun.agents.loading import load
 from agentrun.bus import connection
 from agentrun.bus.keys import Keys
 from agentrun.control.schema_gate import Verdict, decide
-from agentrun.domain.errors import BusUnavailable, SchemaMismatch, StoreUnavailable
+from agentrun.domain.errors import BusUnavailable, ManifestError, SchemaMismatch, StoreUnavailable
 from agentrun.manifests import AgentRun
 from agentrun.settings import Settings
 from agentrun.store import migrations
@@ -54,7 +54,7 @@ async def run(settings: Settings, manifest: AgentRun) -> None:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
-    executor = load(manifest.spec.agent, search=_folders(settings))
+    executor = _executor(settings, manifest)
     told, bounds, keys = _Probes(), limits(manifest), Keys(settings.namespace, settings.name)
     consumer = consumer_name(settings.pod_name)
     keeper = LeaseKeeper(
@@ -86,8 +86,12 @@ async def run(settings: Settings, manifest: AgentRun) -> None:
         os._exit(0)
 
 
-def _folders(settings: Settings) -> list[Path]:
-    return [settings.manifest.parent] if settings.manifest is not None else []
+def _executor(settings: Settings, manifest: AgentRun) -> Executor:
+    """What the manifest says; its modules may lie beside it. Raises ManifestError that begins with the file."""
+    try:
+        return load(manifest.spec.agent, search=[settings.manifest.parent] if settings.manifest is not None else [])
+    except ManifestError as error:
+        raise ManifestError(f"{settings.manifest}: {error}") from error
 
 
 @contextlib.asynccontextmanager
