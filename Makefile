@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system lint fmt types model clean
+.PHONY: help demo test test-system lint fmt types model docs clean
 
 STATE   ?= .agentrun
 REPORTS := .pytest_cache/reports
@@ -46,6 +46,9 @@ types: .venv/.synced ## Types only
 
 model: .venv/.synced ## Explore the protocol model; WHICH=base, large, without, bug, harmless or all
 	$(RUN)/python tests/unit/model/protocol_run.py $(or $(WHICH),base)
+
+docs: .venv/.synced ## Write the reference pages that are made from the code
+	$(RUN)/python -m agentrun.manifests.reference > docs/manifest.md
 
 clean: ## Remove what was built and cached; keeps the data in .agentrun
 	rm -rf .venv .uv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist
