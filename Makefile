@@ -7,6 +7,9 @@ SHELL := /bin/bash
 STATE   ?= .agentrun
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
+# Tests wait for deadlines more than they compute, so more of them than cores run side by side; JOBS=0 runs one after the other.
+JOBS    ?= 4
+PYTEST  := $(RUN)/pytest -n $(JOBS) --dist worksteal
 
 UV := $(shell command -v uv 2>/dev/null && uv --version >/dev/null 2>&1 || echo .uv/bin/uv)
 UV := $(lastword $(UV))
@@ -15,14 +18,14 @@ help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.synced ## Chat on this machine with an offline model; MODEL=provider:name, BASE_URL=…, MESSAGE=… for one answer
-	$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml --state $(STATE) $(if $(PORT),--port $(PORT)) \
+	@$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml --state $(STATE) $(if $(PORT),--port $(PORT)) \
 		$(if $(MODEL),--model '$(MODEL)') $(if $(BASE_URL),--base-url '$(BASE_URL)') $(if $(MESSAGE),--message '$(MESSAGE)')
 
 test: .venv/.synced ## All tests; the stores tier twice where Postgres 15 and Redis are installed
 	@mkdir -p $(REPORTS) && rm -f $(REPORTS)/*.xml; status=0; \
-	$(RUN)/pytest --junitxml=$(REPORTS)/all.xml $(ARGS) || status=$$?; \
+	$(PYTEST) --junitxml=$(REPORTS)/all.xml $(ARGS) || status=$$?; \
 	if [ -x /usr/lib/postgresql/15/bin/postgres ] && [ -x /usr/bin/redis-server ]; then \
-		AGENTRUN_TEST_STORES=system $(RUN)/pytest tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
+		AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
 	else \
 		echo "not run a second time: the stores tier on the system's Postgres 15 and Redis, which are not installed"; \
 	fi; \
@@ -30,7 +33,7 @@ test: .venv/.synced ## All tests; the stores tier twice where Postgres 15 and Re
 
 test-system: .venv/.synced ## The stores tier on the system's Postgres 15 and Redis 7.0
 	@mkdir -p $(REPORTS)
-	AGENTRUN_TEST_STORES=system $(RUN)/pytest tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS)
+	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS)
 
 lint: .venv/.synced ## Style, format, types, and which room may import which
 	@status=0; for check in "ruff check" "ruff format --check" mypy lint-imports; do \
@@ -55,7 +58,7 @@ clean: ## Remove what was built and cached; keeps the data in .agentrun
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.synced: pyproject.toml uv.lock | $(UV)
-	$(UV) sync --all-extras --locked --quiet
+	@$(UV) sync --all-extras --locked --quiet
 	@touch $@
 
 # A virtual environment, since many systems refuse installation into their own Python; where venv is missing, a folder.

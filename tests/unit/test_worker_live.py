@@ -24,7 +24,7 @@ class Stream:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def append(self, events: Sequence[tuple[UUID, Event]], *, ttl_seconds: int) -> list[bool]:
+    async def append(self, events: Sequence[tuple[UUID, Event]]) -> list[bool]:
         self.calls += 1
         await self.open.wait()
         if self.away:
