@@ -8,8 +8,8 @@ from uuid import uuid4
 
 import pytest
 import pytest_asyncio
+from gateway_bench import AGENT, Room, shared_gateway
 from store_servers import Databases
-from test_gateway_support import AGENT, Room, shared_gateway
 
 from agentrun.bus.events import EventStream
 from agentrun.bus.keys import Keys

@@ -17,10 +17,10 @@ from uuid import uuid4
 import httpx2
 import pytest
 from fault_proxy import fault_proxy
+from gateway_bench import NAME, NAMESPACE, USERS, Room, gateway, keys_file, manifest
 from processes import Product, ProductProcesses
 from sse_client import EventStream, StreamCutError, open_stream
 from store_servers import PrivateServer
-from test_gateway_support import NAME, NAMESPACE, USERS, Room, gateway, keys_file, manifest
 from waiting import eventually
 
 from agentrun.bus import connection

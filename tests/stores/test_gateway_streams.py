@@ -11,9 +11,9 @@ from uuid import UUID, uuid4
 
 import pytest
 import pytest_asyncio
+from gateway_bench import NAME, NAMESPACE, PlayedWorker, Room, gateway, shared_gateway
 from sse_client import EventStream, Frame, StreamCutError, StreamRefusedError, open_stream
 from store_servers import Databases
-from test_gateway_support import NAME, NAMESPACE, PlayedWorker, Room, gateway, shared_gateway
 from waiting import eventually
 
 from agentrun.bus.keys import Keys

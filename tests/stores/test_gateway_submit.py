@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from gateway_bench import NAME, NAMESPACE, Room, gateway, shared_gateway
 from store_servers import Databases
-from test_gateway_support import NAME, NAMESPACE, Room, gateway, shared_gateway
 from waiting import eventually
 
 from agentrun.bus.keys import Keys

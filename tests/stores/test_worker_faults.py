@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 from fault_proxy import fault_proxy
 from processes import Product, ProductProcesses
-from test_worker_bench import KEYS, LIMITS, Bench, bench, echo, say, worker
 from waiting import eventually
+from worker_bench import KEYS, LIMITS, Bench, bench, echo, say, worker
 
 from agentrun.agents.base import Context, Result, Usage
 from agentrun.agents.failures import AgentFailure

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from test_worker_bench import KEYS, LIMITS, Bench, bench, echo, say, worker
 from waiting import eventually
+from worker_bench import KEYS, LIMITS, Bench, bench, echo, say, worker
 
 from agentrun.agents.base import Context, Result, Usage
 from agentrun.agents.failures import AgentFailure

@@ -208,8 +208,9 @@ async def gateway(
             settings(database_url, redis_url, path), manifest(**spec), stop=stop, on_listening=port.set_result, timing=timing
         )
     )
-    done, _ = await asyncio.wait([running, port], timeout=10, return_when=asyncio.FIRST_COMPLETED)
-    if running in done:
+    waits: list[asyncio.Future[Any]] = [running, port]
+    await asyncio.wait(waits, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
         running.result()
     base_url = f"http://127.0.0.1:{await port}"
     pool = await create_pool(database_url, 5)

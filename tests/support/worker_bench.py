@@ -165,7 +165,7 @@ class Bench:
 
         async def empty() -> bool:
             pending = await self.redis.xpending(KEYS.runs, "workers")
-            return pending["pending"] == 0 and await self.redis.hlen(KEYS.entries) == 0
+            return bool(pending["pending"] == 0 and await self.redis.hlen(KEYS.entries) == 0)
 
         await eventually(empty, within=within, what="no entry is held any more")
 
