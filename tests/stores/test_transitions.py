@@ -1,7 +1,9 @@
 """The transitions on a real Postgres: what each may do, and what changes nothing."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from decimal import Decimal
 from itertools import product
 from uuid import UUID
@@ -9,8 +11,10 @@ from uuid import UUID
 import asyncpg
 import pytest
 from run_factory import AGENT, claimed, event, ledger_row, submission, submitted
+from store_servers import Databases
 from waiting import eventually
 
+from agentrun.domain.errors import StoreUnavailable
 from agentrun.domain.events import Kind
 from agentrun.domain.states import TRANSITIONS, RunStatus, may_move
 from agentrun.store import attempts, messages, runs, transitions
@@ -107,6 +111,14 @@ async def test_id_01_the_same_client_key_with_another_body_stores_nothing(pool: 
     (second,) = await transitions.submit(pool, [submission("two", client_key="k")])
     assert second.reused and second.run_id == first.run_id
     assert await pool.fetchval("SELECT count(*) FROM runs") == 1
+
+
+async def test_id_01_refused_bodies_without_a_session_leave_no_session_behind(pool: Pool) -> None:
+    """Without a session the run's own is named after its key, which depends on the body."""
+    bodies = [replace(submission(f"body {n}", client_key="k"), session_given="", external_id=f"run:{n}") for n in range(5)]
+    answers = [(await transitions.submit(pool, [body]))[0] for body in bodies]
+    assert [answer.reused for answer in answers] == [False, True, True, True, True]
+    assert await pool.fetchval("SELECT count(*) FROM sessions") == 1
 
 
 async def test_id_01_also_when_both_arrive_at_once_and_in_one_group(pool: Pool) -> None:
@@ -246,7 +258,8 @@ async def test_a_late_write_of_an_old_attempt_changes_nothing_but_the_ledger(poo
     assert (
         await transitions.flush(pool, [Flush(run, old.epoch, 999, [event(500)], [ledger_row()], Checkpoint(500, "{}"))]) == set()
     )
-    assert await transitions.renew(pool, [AttemptRef(run, old.epoch)], lease_seconds=30) == set()
+    gone = await transitions.renew(pool, [AttemptRef(run, old.epoch)], lease_seconds=30)
+    assert (gone.renewed, gone.lost) == (frozenset(), {AttemptRef(run, old.epoch)})
     (done,) = await transitions.finish(
         pool, [Finish(run, old.epoch, RunStatus.SUCCEEDED, '"x"', None, [event(500)], [ledger_row(1)])]
     )
@@ -274,8 +287,33 @@ async def test_a_renewal_may_come_late_as_long_as_nobody_took_the_run(pool: Pool
     await claimed(pool, run)
     await expire(pool, run)
     assert await attempts.expired(pool) == [AttemptRef(run, 1)]
-    assert await transitions.renew(pool, [AttemptRef(run, 1)], lease_seconds=30) == {AttemptRef(run, 1)}
+    assert (await transitions.renew(pool, [AttemptRef(run, 1)], lease_seconds=30)).renewed == {AttemptRef(run, 1)}
     assert await attempts.expired(pool) == []
+
+
+async def test_a_renewal_passes_over_a_row_that_somebody_holds(pool: Pool) -> None:
+    """One slow transaction on one attempt costs the worker's other attempts no lease."""
+    held, free = (await submitted(pool, session="a")).run_id, (await submitted(pool, session="b")).run_id
+    for run in (held, free):
+        await claimed(pool, run)
+    async with pool.acquire() as conn, conn.transaction():
+        await conn.execute("SELECT 1 FROM attempts WHERE run_id = $1 FOR UPDATE", held)
+        answer = await transitions.renew(pool, [AttemptRef(held, 1), AttemptRef(free, 1)], lease_seconds=30)
+    assert (answer.renewed, answer.lost) == ({AttemptRef(free, 1)}, frozenset())
+
+
+async def test_a_group_may_hold_a_flush_and_a_checkpoint_of_one_attempt(pool: Pool) -> None:
+    run = (await submitted(pool)).run_id
+    await claimed(pool, run)
+    group = [
+        Flush(run, 1, 300, [event(0)]),
+        Flush(run, 1, 400, [event(1)], checkpoint=Checkpoint(1, '"k"')),
+        Flush(run, 1, 350, [event(2)]),
+    ]
+    assert await transitions.flush(pool, group) == {AttemptRef(run, 1)}
+    row = await pool.fetchrow("SELECT seq_reserved, checkpoint_seq, checkpoint FROM attempts")
+    assert row is not None and tuple(row) == (400, 1, '"k"')
+    assert len(await log(pool, run)) == 3
 
 
 # ---------------------------------------------------------------- finish
@@ -433,11 +471,13 @@ async def test_a_hand_back_does_not_count_as_lost(pool: Pool) -> None:
 # ---------------------------------------------------------------- locks
 
 
-async def test_eight_writers_at_once_never_deadlock(pool: Pool) -> None:
-    """Submit, claim, flush, renew, finish, cancel, lost and hand-back over the same sessions, in groups, in any order."""
+async def test_sixteen_writers_at_once_never_deadlock(pool: Pool) -> None:
+    """Two of each kind, so that two groups of one kind meet too, over the same few sessions, in groups in any order."""
     sessions = [f"s{n}" for n in range(6)]
     deadline = asyncio.get_running_loop().time() + 4
-    counts = dict.fromkeys(("submit", "claim", "flush", "renew", "finish", "cancel", "lost", "handback"), 0)
+    kinds = ("submit", "claim", "flush", "renew", "finish", "cancel", "lost", "handback")
+    counts = dict.fromkeys(kinds, 0)
+    together = asyncio.Barrier(2 * len(kinds))
 
     async def pick(where: str, limit: int = 8) -> list[asyncpg.Record]:
         rows = await pool.fetch(
@@ -446,21 +486,25 @@ async def test_eight_writers_at_once_never_deadlock(pool: Pool) -> None:
         )
         return list(rows)
 
-    async def writer(name: str, turn: int) -> None:
+    async def writer(name: str, rng: random.Random) -> None:
+        turn = 0
+        await together.wait()
         while asyncio.get_running_loop().time() < deadline:
             turn += 1
             running = await pick("r.status = 'running'")
             if name == "submit":
-                await transitions.submit(pool, [submission(f"{turn}", session=s) for s in sessions for _ in range(2)])
+                group = [submission(f"{turn}", session=s) for s in sessions for _ in range(2)]
+                rng.shuffle(group)
+                await transitions.submit(pool, group)
             elif name == "claim":
-                rows = await pick("r.status = 'pending'")
+                rows = await pick("r.status = 'pending'", 20)
                 await transitions.claim(pool, [Claim(r["id"], r["epoch"], f"w/{turn}") for r in rows], lease_seconds=0.001)
             elif name == "flush":
-                group = [
+                group_of = [
                     Flush(r["id"], r["epoch"], r["top"] + 5, [event(r["top"] + 1, epoch=r["epoch"])], [ledger_row(turn)])
                     for r in running
                 ]
-                await transitions.flush(pool, group)
+                await transitions.flush(pool, group_of)
             elif name == "renew":
                 await transitions.renew(pool, [AttemptRef(r["id"], r["epoch"]) for r in running], lease_seconds=0.001)
             elif name == "finish":
@@ -470,10 +514,32 @@ async def test_eight_writers_at_once_never_deadlock(pool: Pool) -> None:
                 await transitions.take_over(pool, [TakeOver(r["id"], reason, r["epoch"]) for r in running[:4]])
             counts[name] += 1
 
-    await asyncio.gather(*(writer(name, 0) for name in counts))
+    await asyncio.gather(*(writer(name, random.Random(f"{name}{n}")) for name in kinds for n in range(2)))
     assert all(counts.values()), counts
     holes = await pool.fetchval(
         "SELECT count(*) FROM (SELECT run_id FROM messages GROUP BY run_id HAVING max(seq) + 1 <> count(*)) x"
     )
     assert holes == 0
     assert await pool.fetchval("SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()") == 0
+
+
+# ---------------------------------------------------------------- what an error means
+
+
+async def test_a_database_that_takes_no_connections_for_a_while_is_an_outage(database_url: str, databases: Databases) -> None:
+    """As in a restore, a rename, a rotated password: none of it says anything about the values."""
+    name = database_url.partition("?")[0].rpartition("/")[2]
+    await databases.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false')
+    pool = await create_pool(database_url, 2)
+    with pytest.raises(StoreUnavailable):
+        await transitions.submit(pool, [submission()])
+    await databases.execute(f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS true')
+    assert (await submitted(pool)).is_head
+    await pool.close()
+
+
+async def test_a_schema_that_is_not_there_is_an_outage(empty_database_url: str) -> None:
+    pool = await create_pool(empty_database_url, 2)
+    with pytest.raises(StoreUnavailable):
+        await transitions.submit(pool, [submission()])
+    await pool.close()

@@ -10,7 +10,7 @@ from waiting import eventually
 
 from agentrun.domain.errors import BusUnavailable, Fenced, StoreUnavailable
 from agentrun.store.ids import new_id
-from agentrun.store.transitions import AttemptRef
+from agentrun.store.transitions import AttemptRef, Renewal
 from agentrun.worker.keeper import LeaseKeeper
 from agentrun.worker.lease import Lease
 
@@ -26,11 +26,11 @@ class Stores:
         self.renewals = 0
         self.refreshed: list[str] = []
 
-    async def renew(self, refs: Sequence[AttemptRef], *, lease_seconds: float) -> set[AttemptRef]:
+    async def renew(self, refs: Sequence[AttemptRef], *, lease_seconds: float) -> Renewal:
         if self.away:
             raise StoreUnavailable("away")
         self.renewals += 1
-        return set(refs) - self.ended
+        return Renewal(frozenset(refs) - self.ended, frozenset(refs) & self.ended)
 
     async def refresh(self, entry_ids: Sequence[str]) -> None:
         if self.away:
@@ -99,7 +99,7 @@ async def test_an_attempt_past_its_deadline_pauses_until_a_late_renewal() -> Non
 
 async def test_qw_08_an_error_that_nobody_expected_does_not_end_the_renewals() -> None:
     class Broken(Stores):
-        async def renew(self, refs: Sequence[AttemptRef], *, lease_seconds: float) -> set[AttemptRef]:
+        async def renew(self, refs: Sequence[AttemptRef], *, lease_seconds: float) -> Renewal:
             self.renewals += 1
             if self.renewals < 3:
                 raise ZeroDivisionError

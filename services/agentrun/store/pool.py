@@ -25,31 +25,42 @@ else:
 COMMAND_TIMEOUT_SECONDS = 30.0
 CONNECT_TIMEOUT_SECONDS = 5.0
 
-_PASSING = (
-    OSError,
-    TimeoutError,
-    asyncpg.PostgresConnectionError,
-    asyncpg.CannotConnectNowError,
-    asyncpg.OperatorInterventionError,
-    asyncpg.InsufficientResourcesError,
-    asyncpg.ReadOnlySQLTransactionError,
-    asyncpg.DeadlockDetectedError,
-    asyncpg.SerializationError,
-    asyncpg.LockNotAvailableError,
-    asyncpg.InterfaceError,
-    asyncpg.InternalClientError,
-)
+# Errors that are about the values of this very statement: another try, or another server, would refuse them too.
+# Classes 22 data exception, 23 integrity constraint violation, 54 program limit exceeded of PostgreSQL's appendix A.
+_VALUES = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
+# Any other error of the server or of the way to it is its state: shut down, read-only, a database that takes no connections, a password
+# that is being rotated, a schema that is not there yet. It passes, or somebody mends it.
+_STATE = (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
 
 
 @contextlib.contextmanager
 def unavailable() -> Iterator[None]:
-    """Turns the errors that pass by themselves into StoreUnavailable. Whether the last statement took effect is not known then."""
+    """Turns every error that is not about the statement's values into StoreUnavailable; whether the last statement took effect is not
+    known then. Errors about values (PostgresError of classes 22, 23, 54, and values that do not fit their parameter) pass through.
+    """
     try:
         yield
-    except _PASSING as error:
-        if isinstance(error, asyncpg.InterfaceError) and isinstance(error, asyncpg.DataError | ValueError):
-            raise  # a value that does not fit its parameter: the caller's bug, not the server's state
+    except _VALUES:
+        raise
+    except _STATE as error:
+        if isinstance(error, asyncpg.InterfaceError) and isinstance(error, ValueError):
+            raise  # asyncpg's own DataError: a value that does not fit its parameter
         raise StoreUnavailable(f"Postgres does not answer ({type(error).__name__}: {error}); try again later") from error
+
+
+@contextlib.contextmanager
+def connection_lost() -> Iterator[None]:
+    """Turns only the loss of the connection into StoreUnavailable, for statements whose own errors must be seen, such as migrations."""
+    try:
+        yield
+    except (
+        OSError,
+        TimeoutError,
+        asyncpg.PostgresConnectionError,
+        asyncpg.OperatorInterventionError,
+        asyncpg.InterfaceError,
+    ) as error:
+        raise StoreUnavailable(f"the connection to Postgres was lost ({type(error).__name__}: {error}); try again") from error
 
 
 async def create_pool(dsn: str, size: int, *, name: str = "agentrun") -> Pool:

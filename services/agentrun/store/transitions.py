@@ -238,8 +238,16 @@ async def claim(conn: Executor, group: Sequence[Claim], *, lease_seconds: float)
     return [Claimed(*row) for row in rows]
 
 
-async def renew(conn: Executor, group: Sequence[AttemptRef], *, lease_seconds: float) -> set[AttemptRef]:
-    """Renews leases; answers the attempts that still own their runs. Raises StoreUnavailable."""
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """Which attempts have a new lease, and which own their runs no more. One in neither is held by somebody's transaction just now."""
+
+    renewed: frozenset[AttemptRef]
+    lost: frozenset[AttemptRef]
+
+
+async def renew(conn: Executor, group: Sequence[AttemptRef], *, lease_seconds: float) -> Renewal:
+    """Renews leases. Raises StoreUnavailable."""
     with unavailable():
         rows = await conn.fetch(
             "SELECT * FROM agentrun_1.renew($1, $2, $3)",
@@ -247,13 +255,14 @@ async def renew(conn: Executor, group: Sequence[AttemptRef], *, lease_seconds: f
             [item.epoch for item in group],
             float(lease_seconds),
         )
-    return {AttemptRef(*row) for row in rows}
+    owned = {AttemptRef(row["run_id"], row["epoch"]): row["renewed"] for row in rows}
+    return Renewal(frozenset(ref for ref, renewed in owned.items() if renewed), frozenset(group) - frozenset(owned))
 
 
 async def flush(conn: Executor, group: Sequence[Flush]) -> set[AttemptRef]:
     """Stores events, reservations and checkpoints of the attempts that still own their runs, and answers which those are.
 
-    Ledger rows are stored in any case. An attempt appears once in a group. Raises StoreUnavailable.
+    Ledger rows are stored in any case. Raises StoreUnavailable.
     """
     with unavailable():
         rows = await conn.fetch(

@@ -20,6 +20,7 @@ LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     v_ids uuid[];
     v_base bigint[];
+    v_made integer;
 BEGIN
     -- sessions in the order of their unique key, so that two groups cannot wait for each other
     INSERT INTO sessions (id, agent, user_id, external_id)
@@ -55,6 +56,12 @@ BEGIN
     )
     INSERT INTO inputs (id, run_id, held_by, session_id, position, content)
     SELECT n.input_id, n.id, n.id, n.session_id, n.position, n.content::jsonb FROM numbered n JOIN made ON made.id = n.id;
+    GET DIAGNOSTICS v_made = ROW_COUNT;
+
+    -- a refused key reuse stores nothing, so the session that was made for it goes too; nobody else has seen it yet
+    IF v_made < cardinality(p_run) THEN
+        DELETE FROM sessions s WHERE s.id = ANY (p_session) AND NOT EXISTS (SELECT 1 FROM runs r WHERE r.session_id = s.id);
+    END IF;
 
     RETURN QUERY
     SELECT r.id, r.session_id, r.status, r.id = n.id, r.idempotency_key <> n.key,
@@ -109,16 +116,24 @@ BEGIN
     JOIN runs r ON r.id = a.run_id;
 END $$;
 
--- renew: a renewal may come late; it succeeds as long as nobody took the run.
+-- renew: a renewal may come late; it succeeds as long as nobody took the run. A row that somebody holds is passed over, so that one
+-- slow transaction does not cost a worker all its leases: neither renewed nor lost, it is asked for again.
 CREATE OR REPLACE FUNCTION agentrun_1.renew(p_run uuid[], p_epoch integer[], p_lease double precision)
-RETURNS TABLE (run_id uuid, epoch integer)
+RETURNS TABLE (run_id uuid, epoch integer, renewed boolean)
 LANGUAGE sql VOLATILE AS $$
-    WITH locked AS (
-        SELECT a.run_id, a.epoch FROM attempts a JOIN unnest(p_run, p_epoch) AS n (run_id, epoch) USING (run_id, epoch)
-        WHERE a.outcome = 'running' ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a
+    WITH n AS (
+        SELECT * FROM unnest(p_run, p_epoch) AS t (run_id, epoch)
+    ), locked AS (
+        SELECT a.run_id, a.epoch FROM attempts a JOIN n USING (run_id, epoch)
+        WHERE a.outcome = 'running' ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a SKIP LOCKED
+    ), moved AS (
+        UPDATE attempts a SET lease_expires_at = now() + make_interval(secs => p_lease) FROM locked
+        WHERE a.run_id = locked.run_id AND a.epoch = locked.epoch AND a.outcome = 'running' RETURNING a.run_id, a.epoch
     )
-    UPDATE attempts a SET lease_expires_at = now() + make_interval(secs => p_lease) FROM locked
-    WHERE a.run_id = locked.run_id AND a.epoch = locked.epoch AND a.outcome = 'running' RETURNING a.run_id, a.epoch
+    SELECT run_id, epoch, true FROM moved
+    UNION ALL
+    SELECT a.run_id, a.epoch, false FROM attempts a JOIN n USING (run_id, epoch)
+    WHERE a.outcome = 'running' AND NOT EXISTS (SELECT 1 FROM moved m WHERE m.run_id = a.run_id AND m.epoch = a.epoch)
 $$;
 
 -- book: ledger rows, whoever owns the run by now. The same call reported again is one row.
@@ -148,8 +163,11 @@ LANGUAGE plpgsql VOLATILE AS $$
 BEGIN
     IF p_ledger IS NOT NULL THEN PERFORM agentrun_1.book(p_ledger); END IF;
     RETURN QUERY
-    WITH n AS (
+    WITH asked AS (
         SELECT * FROM unnest(p_run, p_epoch, p_reserve, p_checkpoint_seq, p_checkpoint) AS t (run_id, epoch, reserve, ck_seq, ck)
+    ), n AS (                                      -- an attempt may be in a group twice: a flush, and its checkpoint
+        SELECT DISTINCT ON (run_id, epoch) run_id, epoch, max(reserve) OVER w AS reserve, ck_seq, ck FROM asked
+        WINDOW w AS (PARTITION BY run_id, epoch) ORDER BY run_id, epoch, ck_seq DESC NULLS LAST
     ), locked AS (
         SELECT a.run_id, a.epoch FROM attempts a JOIN n ON n.run_id = a.run_id AND n.epoch = a.epoch
         WHERE a.outcome = 'running' ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a

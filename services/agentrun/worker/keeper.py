@@ -22,7 +22,7 @@ from agentrun.bus import connection
 from agentrun.bus.keys import Keys
 from agentrun.bus.runs import WorkStream
 from agentrun.store import pool, transitions
-from agentrun.store.transitions import AttemptRef
+from agentrun.store.transitions import AttemptRef, Renewal
 from agentrun.telemetry import LEASE_RENEWALS
 from agentrun.worker.lease import Lease
 from agentrun.worker.patience import Complaint
@@ -36,7 +36,7 @@ BLOCKED_EXIT_CODE = 70
 class Stores(Protocol):
     """What the keeper needs of the stores; made, used and closed inside the keeper's own loop."""
 
-    async def renew(self, refs: Sequence[AttemptRef], *, lease_seconds: float) -> set[AttemptRef]:
+    async def renew(self, refs: Sequence[AttemptRef], *, lease_seconds: float) -> Renewal:
         """Renews in Postgres; answers the attempts that still own their runs. Raises StoreUnavailable."""
         ...
 
@@ -61,7 +61,7 @@ class LeaseStores:
         self._redis: redis.asyncio.Redis | None = None
         self._work: WorkStream | None = None
 
-    async def renew(self, refs: Sequence[AttemptRef], *, lease_seconds: float) -> set[AttemptRef]:
+    async def renew(self, refs: Sequence[AttemptRef], *, lease_seconds: float) -> Renewal:
         """Renews in Postgres."""
         if self._connection is None or self._connection.is_closed():
             self._connection = await pool.connect(self._database_url, name="agentrun-leases")
@@ -230,15 +230,15 @@ class LeaseKeeper:
             return
         start = time.monotonic()
         try:
-            mine = await stores.renew([lease.ref for lease in leases], lease_seconds=self._lease_seconds)
+            answer = await stores.renew([lease.ref for lease in leases], lease_seconds=self._lease_seconds)
         except BaseException:
             LEASE_RENEWALS.labels("failed").inc(len(leases))
             raise
         for lease in leases:
-            if lease.ref in mine:
+            if lease.ref in answer.renewed:
                 LEASE_RENEWALS.labels("late" if lease.in_doubt else "renewed").inc()
                 lease.renewed(start + self._lease_seconds)
-            elif self._holds(lease):
+            elif lease.ref in answer.lost and self._holds(lease):
                 LEASE_RENEWALS.labels("lost").inc()
                 self.remove(lease)
                 lease.ended()

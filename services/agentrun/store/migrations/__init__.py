@@ -15,7 +15,7 @@ from importlib.resources import files
 import asyncpg
 
 from agentrun.domain.errors import SchemaMismatch, StoreUnavailable
-from agentrun.store.pool import Executor, connect, unavailable
+from agentrun.store.pool import Executor, connect, connection_lost, unavailable
 
 LOCK_KEY = 0x6167_656E_7472_756E  # "agentrun"
 WAIT_SECONDS = 120.0
@@ -78,7 +78,7 @@ async def migrate(
     """
     conn = await connect(dsn, name="agentrun-migrate", command_timeout=None)
     try:
-        with unavailable():
+        with connection_lost():
             await _lock(conn, wait_seconds)
             return await _apply(conn, owner, say)
     finally:
