@@ -232,6 +232,7 @@ async def test_the_description_names_every_address(room: Room) -> None:
 async def test_metrics_name_routes_and_not_addresses(room: Room) -> None:
     run_id = await room.new_run()
     await room.get(f"/v1/runs/{run_id}")
+    await room.get("/v1/runs")
     await room.get("/v1/nothing")
     text = (await room.http.get("/metrics")).text
     assert str(run_id) not in text
