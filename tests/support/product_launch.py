@@ -28,6 +28,7 @@ _PRELOADED = [
     "agentrun.gateway.process",
     "agentrun.scheduler.process",
     "agentrun.worker.process",
+    "agentrun_operator.main",
 ]
 _PR_SET_PDEATHSIG = 1
 

@@ -1,14 +1,18 @@
 """Manifests: what is accepted, with which defaults, and what a mistake is told."""
 
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from crd_schema import nested
 from pydantic import BaseModel, ValidationError
 
 from agentrun.domain.errors import ManifestError
-from agentrun.manifests import AgentRun, AgentRunSpec, AgentSpec, WorkersSpec, load, load_one, parse
-from agentrun.manifests.agentrun import Spec
+from agentrun.manifests import AgentRun, AgentRunSpec, AgentSpec, CronTask, WorkersSpec, load, load_one, parse
+from agentrun.manifests.base import Spec
+from agentrun.manifests.pods import PeerPort
+from agentrun.manifests.quantities import amount
 
 HEAD = "apiVersion: agentrun.dev/v1alpha1\nkind: AgentRun\nmetadata: {name: support}\n"
 AGENT = "agent: {model: 'demo:chat'}"
@@ -29,8 +33,8 @@ def message(text: str) -> str:
 def parts(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
     yield model
     for field in model.model_fields.values():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from parts(field.annotation)
+        if below := nested(field.annotation):
+            yield from parts(below)
 
 
 def test_the_shortest_manifest_has_the_documented_defaults() -> None:
@@ -77,7 +81,7 @@ def test_json_is_accepted(tmp_path: Path) -> None:
         ("a: \x00", "run.yaml: not YAML"),
         ("- 1", "run.yaml: holds a list; write an AgentRun"),
         ("kind: Deployment", "run.yaml: kind: 'Deployment' is not known; write kind: AgentRun"),
-        ("kind: CronTask", "run.yaml: kind: CronTask is not supported by this version"),
+        ("kind: CronTask", "run.yaml: kind: CronTask is kept by the operator only"),
         ("kind: AgentRun\napiVersion: v1", "run.yaml: apiVersion: 'v1' is not known; write apiVersion: agentrun.dev/v1alpha1"),
         (HEAD, "run.yaml: spec: is missing; add it"),
         (spec(""), "run.yaml: spec.agent: is missing"),
@@ -90,7 +94,7 @@ def test_json_is_accepted(tmp_path: Path) -> None:
         (spec(AGENT + ", worker: {}"), "run.yaml: spec.worker: unknown field; did you mean workers?"),
         (spec(AGENT + ", workers: {min_replicas: 1}"), "spec.workers.min_replicas: unknown field; did you mean minReplicas?"),
         (spec(AGENT + ", workers: {colour: red}"), "spec.workers.colour: unknown field; remove it; known here: minReplicas,"),
-        (spec(AGENT + ", redis: {url: x}"), "spec.redis.url: unknown field; remove it; nothing can be set here"),
+        (spec(AGENT + ", redis: {url: x}"), "spec.redis.url: unknown field; remove it; known here: secretRef"),
         (spec(AGENT + ", workers: {minReplicas: '1'}"), "spec.workers.minReplicas: must be a whole number, not '1'"),
         (spec(AGENT + ", workers: {minReplicas: true}"), "spec.workers.minReplicas: must be a whole number, not true"),
         (spec(AGENT + ", workers: {minReplicas: 1.5}"), "spec.workers.minReplicas: must be a whole number, not 1.5"),
@@ -103,8 +107,25 @@ def test_json_is_accepted(tmp_path: Path) -> None:
             spec(AGENT + ", workers: {leaseSeconds: 60}"),
             "run.yaml: spec.reaper.idleSeconds: 30 is below workers.leaseSeconds (60); set it to 60 or more",
         ),
+        (spec(AGENT + ", redis: {secretRef: {}}"), "spec.redis.secretRef.name: is missing; add it: name of the Secret"),
+        (
+            spec(AGENT + ", podTemplate: {env: [{name: A, valu: x}]}"),
+            "run.yaml: spec.podTemplate.env[0].valu: unknown field; did you mean value?",
+        ),
+        (
+            spec(AGENT + ", podTemplate: {env: [{name: A}, {name: A}]}"),
+            "spec.podTemplate.env: A is there twice; items differ in name",
+        ),
+        (
+            spec(AGENT + ", workers: {resources: {requests: {memory: 2Gi}, limits: {memory: 2000M}}}"),
+            "spec.workers.resources.requests.memory: the request exceeds the limit; lower the request or raise the limit",
+        ),
+        (
+            spec(AGENT + ", workers: {resources: {requests: {memory: 1GB}}}"),
+            "spec.workers.resources.requests.memory: '1GB' is no quantity; write it as 2, 500m or 1Gi",
+        ),
         (spec(AGENT).replace("support", "Support_1"), "run.yaml: metadata.name: 'Support_1' is not valid"),
-        (spec(AGENT) + "\n---\nkind: CronTask", "run.yaml (document 2): kind: CronTask is not supported by this version"),
+        (spec(AGENT) + "\n---\nkind: CronTask", "run.yaml (document 2): kind: CronTask is kept by the operator only"),
     ],
 )
 def test_a_mistake_is_told_in_one_line_with_field_and_remedy(text: str, expected: str) -> None:
@@ -146,7 +167,7 @@ def test_code_may_use_python_names_and_gets_the_same_checks() -> None:
         AgentRunSpec(agent=AgentSpec(model="demo:chat"), workers=WorkersSpec(min_replicas=11))
 
 
-@pytest.mark.parametrize("part", sorted(set(parts(AgentRun)), key=lambda part: part.__name__))
+@pytest.mark.parametrize("part", sorted({*parts(AgentRun), *parts(CronTask)}, key=lambda part: part.__name__))
 def test_every_field_is_described_and_closed_and_bounded(part: type[BaseModel]) -> None:
     assert issubclass(part, Spec)
     assert part.model_config["extra"] == "forbid"
@@ -155,4 +176,47 @@ def test_every_field_is_described_and_closed_and_bounded(part: type[BaseModel]) 
         assert schema.get("description") or "$ref" in schema, name
         if schema.get("type") == "integer":
             assert {"minimum", "maximum"} <= schema.keys(), name
-            assert "default" in schema, name
+            assert "default" in schema or (part, name) == (PeerPort, "port"), name
+        if schema.get("type") == "array":
+            assert "maxItems" in schema, name
+
+
+@pytest.mark.parametrize(
+    ("quantity", "number"),
+    [
+        (2, 2),
+        ("0.5", Fraction(1, 2)),
+        ("500m", Fraction(1, 2)),
+        ("1k", 1000),
+        ("1.5Ki", 1536),
+        ("2Ei", 2 * 2**60),
+        ("3E", 3 * 10**18),
+    ],
+)
+def test_a_quantity_is_an_exact_number(quantity: int | str, number: Fraction) -> None:
+    assert amount(quantity) == number
+
+
+def test_what_a_cluster_needs_is_found_missing_there() -> None:
+    (run,) = parse(spec(AGENT + ", database: {secretRef: {name: pg}}"), source="run.yaml")
+
+    with pytest.raises(ManifestError, match=r"^spec\.redis\.secretRef: is missing; name the Secret"):
+        run.spec.store_secrets()
+
+
+def test_migrations_use_the_database_s_secret_unless_they_have_their_own() -> None:
+    text = spec(
+        AGENT
+        + ", database: {secretRef: {name: pg}OWN}, redis: {secretRef: {name: r}}, gateway: {auth: {keysSecretRef: {name: k}}}"
+    )
+    (run,) = parse(text.replace("OWN", ""), source="run.yaml")
+    (own,) = parse(text.replace("OWN", ", migrationSecretRef: {name: pg, key: owner}"), source="run.yaml")
+
+    found = run.spec.store_secrets()
+    assert (found.migration, found.database.key, found.redis.key, found.api_keys.key) == (
+        found.database,
+        "url",
+        "url",
+        "api-keys",
+    )
+    assert own.spec.store_secrets().migration.key == "owner"

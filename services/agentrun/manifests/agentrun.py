@@ -1,41 +1,44 @@
 """The AgentRun as typed values: every field with its bounds, its default and a sentence on what it does.
 
 Members are camelCase in files and snake_case here. A field that is not built is not in the model, so a file that
-names it is refused instead of being half obeyed. Must not know files or YAML: see `manifests.loading`.
+names it is refused instead of being half obeyed. The same fields are in crds/agentruns.yaml, and a test compares the
+two. Must not know files or YAML: see `manifests.loading`.
 """
 
-from typing import Annotated, Any, Literal, NoReturn
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints, model_validator
+from pydantic import Field, JsonValue, StringConstraints, model_validator
 from pydantic.alias_generators import to_camel
-from pydantic_core import PydanticCustomError
 
-API_VERSION = "agentrun.dev/v1alpha1"
-CROSS_FIELD = "cross_field"
+from agentrun.domain.errors import ManifestError
+from agentrun.manifests.base import API_VERSION as API_VERSION
+from agentrun.manifests.base import (
+    ONLY_IN_KUBERNETES,
+    REQUIRED_IN_KUBERNETES,
+    DnsLabel,
+    KeysSecretRef,
+    Name,
+    NamedRef,
+    SecretRef,
+    Spec,
+    keyed,
+    refuse,
+)
+from agentrun.manifests.execution import (
+    FollowUpsSpec,
+    ReaperSpec,
+    ScalingSpec,
+    StreamingSpec,
+    SubmissionSpec,
+    WorkersSpec,
+)
+from agentrun.manifests.pods import NetworkPolicy, PodTemplate, Resources, Service
 
-DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
-ModelName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*:\S+$", max_length=253)]
-ObjectPath = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$", max_length=253)
-]
-
-
-def _refuse(path: tuple[str, ...], what: str, remedy: str) -> NoReturn:
-    """Refuses a combination of fields; `path` leads from the object under validation to the field to be changed."""
-    raise PydanticCustomError(CROSS_FIELD, "{what}; {remedy}", {"path": path, "what": what, "remedy": remedy})
-
-
-class Spec(BaseModel):
-    """Base of all parts: frozen, strict about types, closed against unknown fields."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        alias_generator=to_camel,
-        validate_by_name=True,
-        validate_by_alias=True,
-    )
+ModelName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*:[!-~]+$", max_length=253)]
+_DOTTED = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
+ObjectPath = Annotated[str, StringConstraints(pattern=f"^{_DOTTED}:{_DOTTED}$", max_length=253)]
+Image = Annotated[str, StringConstraints(pattern=r"^[!-~]+$", max_length=512)]
 
 
 class AgentSpec(Spec):
@@ -59,34 +62,90 @@ class AgentSpec(Spec):
         max_length=128,
         description="Functions that the model may call, as module:attribute. Only with model.",
     )
+    secret_refs: Annotated[list[NamedRef], keyed("name")] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Secrets whose keys become environment variables of workers, such as OPENAI_API_KEY.",
+        json_schema_extra=ONLY_IN_KUBERNETES,
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> "AgentSpec":
         if self.model is None and self.entrypoint is None:
-            _refuse(("model",), "neither model nor entrypoint is given", "set one of them, for example model: demo:chat")
+            refuse(("model",), "neither model nor entrypoint is given", "set one of them, for example model: demo:chat")
         if self.model is not None and self.entrypoint is not None:
-            _refuse(("entrypoint",), "model and entrypoint are both given", "remove one of them")
+            refuse(("entrypoint",), "model and entrypoint are both given", "remove one of them")
         if self.entrypoint is not None:
             for name in ("instructions", "model_settings", "tools"):
                 if getattr(self, name):
                     remedy = "remove it, or use model instead of entrypoint"
-                    _refuse((to_camel(name),), "an entrypoint brings its own", remedy)
+                    refuse((to_camel(name),), "an entrypoint brings its own", remedy)
         return self
 
 
 class DatabaseSpec(Spec):
-    """How a process uses Postgres; where it is comes from DATABASE_URL."""
+    """Postgres. Outside Kubernetes DATABASE_URL says where it is."""
 
+    secret_ref: SecretRef | None = Field(
+        default=None,
+        description="The Secret that holds the URL of the database, as postgresql://user:password@host/database.",
+        json_schema_extra=REQUIRED_IN_KUBERNETES,
+    )
+    migration_secret_ref: SecretRef | None = Field(
+        default=None,
+        description="The URL that migrations use instead, for a role that may change the schema. Only with migrations: Apply.",
+        json_schema_extra=ONLY_IN_KUBERNETES,
+    )
+    migrations: Literal["Apply", "Verify"] = Field(
+        default="Apply",
+        description="Apply: a Job brings the schema up to date before new pods start. Verify: people do, with agentrun migrate.",
+        json_schema_extra=ONLY_IN_KUBERNETES,
+    )
     pool_size: int = Field(default=10, ge=2, le=200, description="Connections that one process keeps to Postgres at most.")
+
+    @model_validator(mode="after")
+    def _migrations_agree(self) -> "DatabaseSpec":
+        if self.migration_secret_ref is not None and self.migrations != "Apply":
+            what = "migrationSecretRef is used with migrations: Apply only"
+            refuse(("migrationSecretRef",), what, "remove it or set migrations: Apply")
+        return self
 
 
 class RedisSpec(Spec):
-    """How a process uses Redis; where it is comes from REDIS_URL. No settings so far."""
+    """Redis or Valkey. Outside Kubernetes REDIS_URL says where it is."""
+
+    secret_ref: SecretRef | None = Field(
+        default=None,
+        description="The Secret that holds the URL of Redis, as redis://user:password@host:6379/0 or rediss:// for TLS.",
+        json_schema_extra=REQUIRED_IN_KUBERNETES,
+    )
+
+
+class AuthSpec(Spec):
+    """Who may use the HTTP API."""
+
+    keys_secret_ref: KeysSecretRef | None = Field(
+        default=None,
+        description="The Secret that holds the file of hashed API keys, made with agentrun keys create --file.",
+        json_schema_extra=REQUIRED_IN_KUBERNETES,
+    )
 
 
 class GatewaySpec(Spec):
     """The HTTP side."""
 
+    replicas: int = Field(
+        default=2, ge=1, le=100, description="Gateways that serve at the same time.", json_schema_extra=ONLY_IN_KUBERNETES
+    )
+    resources: Resources = Field(
+        default=Resources(requests={"cpu": "100m", "memory": "128Mi"}),
+        description="What one gateway asks for and may use.",
+        json_schema_extra=ONLY_IN_KUBERNETES,
+    )
+    service: Service = Field(default_factory=Service, description="The gateway's Service.", json_schema_extra=ONLY_IN_KUBERNETES)
+    auth: AuthSpec = Field(
+        default_factory=AuthSpec, description="Who may use the HTTP API.", json_schema_extra=REQUIRED_IN_KUBERNETES
+    )
     max_body_bytes: int = Field(
         default=1_048_576,
         ge=1024,
@@ -95,127 +154,92 @@ class GatewaySpec(Spec):
     )
 
 
-class WorkersSpec(Spec):
-    """The processes that execute runs."""
+@dataclass(frozen=True, slots=True)
+class StoreSecrets:
+    """Where pods find what they must not be told in a manifest."""
 
-    min_replicas: int = Field(default=0, ge=0, le=1000, description="Workers kept even without work; 0 scales to zero.")
-    max_replicas: int = Field(default=10, ge=1, le=1000, description="Workers at most, however much work waits.")
-    concurrency: int = Field(default=10, ge=1, le=1000, description="Runs that one worker executes at the same time.")
-    lease_seconds: int = Field(
-        default=30,
-        ge=2,
-        le=600,
-        description="How long an attempt owns its run without renewing; a dead worker's runs go on after this time.",
-    )
-    max_run_seconds: int = Field(
-        default=3600,
-        ge=1,
-        le=604_800,
-        description="Longest time for one attempt; reaching it is a timeout, which is retried.",
-    )
-    drain_seconds: int = Field(
-        default=30,
-        ge=0,
-        le=3600,
-        description="Time that a stopping worker gives its runs to end before it hands them back.",
-    )
-    retries: int = Field(default=3, ge=0, le=20, description="How often a run is tried again after a retryable error.")
-
-
-class ScalingSpec(Spec):
-    """How many workers are wanted for how much work."""
-
-    target_per_worker: int = Field(
-        default=10,
-        ge=1,
-        le=10_000,
-        description="Waiting and running runs per worker that are aimed at; usually workers.concurrency.",
-    )
-    scale_down_stabilization_seconds: int = Field(
-        default=60,
-        ge=0,
-        le=3600,
-        description="Fewer workers are wanted only after demand has been lower for this long.",
-    )
-    cooldown_seconds: int = Field(
-        default=300, ge=0, le=86_400, description="The last worker goes only after this long without any work."
-    )
-
-
-class ReaperSpec(Spec):
-    """How stuck work is found and how often a run may be lost."""
-
-    idle_seconds: int = Field(
-        default=30,
-        ge=2,
-        le=3600,
-        description="A delivered entry untouched for this long is looked at again; at least workers.leaseSeconds.",
-    )
-    interval_seconds: int = Field(default=1, ge=1, le=60, description="Time between two looks for stuck work.")
-    max_lost_attempts: int = Field(
-        default=3,
-        ge=1,
-        le=20,
-        description="Attempts of one run that may die without a word before the run fails as a dead letter.",
-    )
-
-
-class SubmissionSpec(Spec):
-    """How submissions are told apart."""
-
-    dedupe_seconds: int = Field(
-        default=10,
-        ge=0,
-        le=86_400,
-        description="The same body without an Idempotency-Key is the same run within this time; 0: never.",
-    )
-
-
-class FollowUpsSpec(Spec):
-    """What happens to a message while its session has an unfinished run."""
-
-    policy: Literal["Enqueue"] = Field(default="Enqueue", description="Enqueue: the message becomes the session's next run.")
-
-
-class StreamingSpec(Spec):
-    """How a run's events become durable."""
-
-    flush_events: int = Field(default=50, ge=1, le=100, description="Events that are stored together at most.")
-    flush_milliseconds: int = Field(
-        default=200, ge=10, le=10_000, description="An event is stored at the latest after this time."
-    )
+    database: SecretRef
+    migration: SecretRef
+    """The same as `database` unless migrations have their own."""
+    redis: SecretRef
+    api_keys: KeysSecretRef
 
 
 class AgentRunSpec(Spec):
     """What the admin wants."""
 
     agent: AgentSpec = Field(description="What executes a run.")
-    database: DatabaseSpec = Field(default_factory=DatabaseSpec, description="How a process uses Postgres.")
-    redis: RedisSpec = Field(default_factory=RedisSpec, description="How a process uses Redis.")
-    gateway: GatewaySpec = Field(default_factory=GatewaySpec, description="The HTTP side.")
+    image: Image | None = Field(
+        default=None,
+        description="Image of all pods, with the agent's code in it; unless given, the operator's own.",
+        json_schema_extra=ONLY_IN_KUBERNETES,
+    )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        default="IfNotPresent", description="When the image is pulled.", json_schema_extra=ONLY_IN_KUBERNETES
+    )
+    image_pull_secrets: Annotated[list[NamedRef], keyed("name")] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Secrets with the registry's credentials.",
+        json_schema_extra=ONLY_IN_KUBERNETES,
+    )
+    database: DatabaseSpec = Field(
+        default_factory=DatabaseSpec, description="Postgres, which holds the truth.", json_schema_extra=REQUIRED_IN_KUBERNETES
+    )
+    redis: RedisSpec = Field(
+        default_factory=RedisSpec,
+        description="Redis or Valkey, which delivers work and streams.",
+        json_schema_extra=REQUIRED_IN_KUBERNETES,
+    )
+    gateway: GatewaySpec = Field(
+        default_factory=GatewaySpec, description="The HTTP side.", json_schema_extra=REQUIRED_IN_KUBERNETES
+    )
     workers: WorkersSpec = Field(default_factory=WorkersSpec, description="The processes that execute runs.")
     scaling: ScalingSpec = Field(default_factory=ScalingSpec, description="How many workers are wanted for how much work.")
     reaper: ReaperSpec = Field(default_factory=ReaperSpec, description="How stuck work is found.")
     submission: SubmissionSpec = Field(default_factory=SubmissionSpec, description="How submissions are told apart.")
     follow_ups: FollowUpsSpec = Field(default_factory=FollowUpsSpec, description="Messages while a session is busy.")
     streaming: StreamingSpec = Field(default_factory=StreamingSpec, description="How a run's events become durable.")
+    network_policy: NetworkPolicy = Field(
+        default_factory=NetworkPolicy,
+        description="What the pods may be connected with.",
+        json_schema_extra=ONLY_IN_KUBERNETES,
+    )
+    pod_template: PodTemplate = Field(
+        default_factory=PodTemplate,
+        description="What is added to every pod of this AgentRun.",
+        json_schema_extra=ONLY_IN_KUBERNETES,
+    )
+    suspend: bool = Field(
+        default=False,
+        description="True: the gateway takes no new messages (503 suspended) and workers end; reading goes on, nothing is lost.",
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "AgentRunSpec":
-        workers, reaper = self.workers, self.reaper
-        if workers.min_replicas > workers.max_replicas:
-            what = f"{workers.min_replicas} is above workers.maxReplicas ({workers.max_replicas})"
-            _refuse(("workers", "minReplicas"), what, "lower it or raise workers.maxReplicas")
-        if reaper.idle_seconds < workers.lease_seconds:
-            what = f"{reaper.idle_seconds} is below workers.leaseSeconds ({workers.lease_seconds})"
-            _refuse(("reaper", "idleSeconds"), what, f"set it to {workers.lease_seconds} or more")
+        if self.reaper.idle_seconds < self.workers.lease_seconds:
+            what = f"{self.reaper.idle_seconds} is below workers.leaseSeconds ({self.workers.lease_seconds})"
+            refuse(("reaper", "idleSeconds"), what, f"set it to {self.workers.lease_seconds} or more")
         return self
+
+    def store_secrets(self) -> StoreSecrets:
+        """The references that a cluster needs. Raises ManifestError if one is missing, which the API server does not admit."""
+        database, redis, keys = self.database.secret_ref, self.redis.secret_ref, self.gateway.auth.keys_secret_ref
+        if database is None:
+            raise ManifestError("spec.database.secretRef: is missing; name the Secret that holds the database's URL")
+        if redis is None:
+            raise ManifestError("spec.redis.secretRef: is missing; name the Secret that holds the URL of Redis")
+        if keys is None:
+            raise ManifestError("spec.gateway.auth.keysSecretRef: is missing; name the Secret that holds the API keys")
+        return StoreSecrets(database, self.database.migration_secret_ref or database, redis, keys)
 
 
 class Metadata(Spec):
     """Which AgentRun this is. Labels and annotations are accepted and have no effect outside Kubernetes."""
 
-    name: DnsLabel = Field(description="The AgentRun's name: lower-case letters, digits and hyphens, at most 63.")
+    name: Name = Field(
+        description="The AgentRun's name: lower-case letters, digits and hyphens, beginning with a letter, at most 63."
+    )
     namespace: DnsLabel = Field("dev", description="The namespace; together with the name it keys everything that is stored.")
     labels: dict[str, str] = Field(default_factory=dict, description="Kubernetes labels.")
     annotations: dict[str, str] = Field(default_factory=dict, description="Kubernetes annotations.")

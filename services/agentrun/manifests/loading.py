@@ -1,16 +1,37 @@
-"""From a file to AgentRuns, and from a mistake in it to one line that names file, field and remedy."""
+"""From a file or an object of the API server to manifests, and from a mistake to one line that names place, field and remedy."""
 
 import difflib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from agentrun.domain.errors import ManifestError
-from agentrun.manifests.agentrun import API_VERSION, CROSS_FIELD, AgentRun
+from agentrun.manifests.agentrun import AgentRun
+from agentrun.manifests.base import API_VERSION, CROSS_FIELD
+from agentrun.manifests.crontask import CronTask
+
+_SERVER_WRITTEN = frozenset(
+    {
+        "creationTimestamp",
+        "deletionGracePeriodSeconds",
+        "deletionTimestamp",
+        "finalizers",
+        "generateName",
+        "generation",
+        "managedFields",
+        "ownerReferences",
+        "resourceVersion",
+        "selfLink",
+        "uid",
+    }
+)
+"""Members of metadata that are nobody's wish; `kubectl get -o yaml` shows them."""
+
+Manifest = TypeVar("Manifest", AgentRun, CronTask)
 
 
 def load(path: Path) -> list[AgentRun]:
@@ -75,48 +96,76 @@ def _documents(text: str, source: str) -> list[Any]:
     return [document for document in found if document is not None]
 
 
+def agent_run_of(found: Mapping[str, Any]) -> AgentRun:
+    """The AgentRun in an object of the API server; status and what the server writes into metadata are left out.
+
+    Raises ManifestError without a source in front: the object is the place. Secrets may be missing: see `store_secrets`.
+    """
+    return _validated(AgentRun, found, "")
+
+
+def cron_task_of(found: Mapping[str, Any]) -> CronTask:
+    """The CronTask in an object of the API server. Raises ManifestError."""
+    return _validated(CronTask, found, "")
+
+
 def _agent_run(document: Any, source: str) -> AgentRun:
     if not isinstance(document, dict):
         raise ManifestError(f"{source}: holds {_kind_of(document)}; write an AgentRun (apiVersion, kind, metadata, spec)")
     kind = document.get("kind")
     if kind == "CronTask":
-        raise ManifestError(f"{source}: kind: CronTask is not supported by this version; remove the document")
+        raise ManifestError(
+            f"{source}: kind: CronTask is kept by the operator only, and this version does not fire schedules; remove the document"
+        )
     if kind != "AgentRun":
         raise ManifestError(f"{source}: kind: {_show(kind)} is not known; write kind: AgentRun")
+    return _validated(AgentRun, document, f"{source}: ")
+
+
+def _validated(model: type[Manifest], document: Mapping[str, Any], before: str) -> Manifest:
+    """`before` stands in front of the message."""
     if (version := document.get("apiVersion")) != API_VERSION:
-        raise ManifestError(f"{source}: apiVersion: {_show(version)} is not known; write apiVersion: {API_VERSION}")
+        raise ManifestError(f"{before}apiVersion: {_show(version)} is not known; write apiVersion: {API_VERSION}")
     try:
-        return AgentRun.model_validate(document, by_alias=True, by_name=False)
+        return model.model_validate(_wished(document), by_alias=True, by_name=False)
     except ValidationError as error:
-        raise ManifestError(f"{source}: {_first(error)}") from None
+        raise ManifestError(f"{before}{_first(error, model)}") from None
 
 
-def _first(error: ValidationError) -> str:
+def _wished(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what only the API server and the operator write."""
+    wished = {member: value for member, value in document.items() if member != "status"}
+    if isinstance(metadata := wished.get("metadata"), dict):
+        wished["metadata"] = {member: value for member, value in metadata.items() if member not in _SERVER_WRITTEN}
+    return wished
+
+
+def _first(error: ValidationError, model: type[BaseModel]) -> str:
     """The mistake to mend first: a misspelt field before the one that is therefore missing."""
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     more = f" ({len(details) - 1} more after this one)" if len(details) > 1 else ""
-    return _one_line(_sentence(details[0])) + more
+    return _one_line(_sentence(details[0], model)) + more
 
 
-def _sentence(detail: ErrorDetails) -> str:
+def _sentence(detail: ErrorDetails, model: type[BaseModel]) -> str:
     kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
     place = detail["loc"] + tuple(context.get("path", ()))
     what, remedy = detail["msg"], "correct it"
     if kind == CROSS_FIELD:
         what, remedy = context["what"], context["remedy"]
     elif kind == "extra_forbidden":
-        what, remedy = "unknown field", _suggestion(detail["loc"])
+        what, remedy = "unknown field", _suggestion(detail["loc"], model)
     elif kind == "missing":
-        what, remedy = "is missing", f"add it: {_description(place)}"
+        what, remedy = "is missing", f"add it: {_description(place, model)}"
     elif kind in ("greater_than_equal", "less_than_equal"):
         bound = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
         what, remedy = f"{_show(value)} is out of range", f"set it to {bound}"
     elif kind in _TYPES:
-        what, remedy = f"must be {_TYPES[kind]}, not {_kind_of(value)}", f"expected: {_description(place)}"
+        what, remedy = f"must be {_TYPES[kind]}, not {_kind_of(value)}", f"expected: {_description(place, model)}"
     elif kind == "literal_error":
         what, remedy = f"{_show(value)} is not allowed", f"use {context['expected']}"
     elif kind in ("string_pattern_mismatch", "string_too_long", "too_long", "invalid_key"):
-        what, remedy = f"{_show(value)} is not valid", f"expected: {_description(place)}"
+        what, remedy = f"{_show(value)} is not valid", f"expected: {_description(place, model)}"
     return f"{_path(place)}: {what}; {remedy}"
 
 
@@ -147,30 +196,31 @@ def _path(place: Sequence[int | str]) -> str:
     return text
 
 
-def _models(place: Sequence[int | str]) -> Iterator[tuple[type[BaseModel], str]]:
+def _models(place: Sequence[int | str], outermost: type[BaseModel]) -> Iterator[tuple[type[BaseModel], str]]:
     """The models on the way to a field, each with the name of the member that leads on."""
-    model: type[BaseModel] | None = AgentRun
+    model: type[BaseModel] | None = outermost
     for piece in place:
-        if model is None or not isinstance(piece, str):
+        if isinstance(piece, int):
+            continue
+        if model is None:
             return
         yield model, piece
         model = next((_nested(f.annotation) for f in model.model_fields.values() if f.alias == piece), None)
 
 
 def _nested(annotation: Any) -> type[BaseModel] | None:
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _nested(part)) is not None), None)
 
 
 def _fields(model: type[BaseModel]) -> Mapping[str, str]:
     return {f.alias or name: f.description or "" for name, f in model.model_fields.items()}
 
 
-def _suggestion(place: Sequence[int | str]) -> str:
+def _suggestion(place: Sequence[int | str], outermost: type[BaseModel]) -> str:
     """What to write instead of an unknown member: the nearest known name, or all that are known there."""
-    *_, (model, unknown) = _models(place)
+    *_, (model, unknown) = _models(place, outermost)
     names = {_folded(name): name for name in _fields(model)}
     near = difflib.get_close_matches(_folded(unknown), names, n=1, cutoff=0.6)
     if near:
@@ -182,8 +232,8 @@ def _folded(name: str) -> str:
     return str(name).replace("_", "").replace("-", "").lower()
 
 
-def _description(place: Sequence[int | str]) -> str:
-    found = [_fields(model).get(name, "") for model, name in _models(place)]
+def _description(place: Sequence[int | str], outermost: type[BaseModel]) -> str:
+    found = [_fields(model).get(name, "") for model, name in _models(place, outermost)]
     text = next((text for text in reversed(found) if text), "see the reference")
     return text[0].lower() + text[1:].rstrip(".")
 

@@ -1,0 +1,268 @@
+"""Objects of the API server in tests: read, write, and do what a kubelet would do."""
+
+import json
+import ssl
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Literal
+
+import httpx2
+import yaml
+from kube_servers import KubeServer
+
+Document = dict[str, Any]
+
+PLURALS = {
+    "agentruns": "apis/agentrun.dev/v1alpha1",
+    "crontasks": "apis/agentrun.dev/v1alpha1",
+    "deployments": "apis/apps/v1",
+    "replicasets": "apis/apps/v1",
+    "jobs": "apis/batch/v1",
+    "poddisruptionbudgets": "apis/policy/v1",
+    "networkpolicies": "apis/networking.k8s.io/v1",
+    "horizontalpodautoscalers": "apis/autoscaling/v2",
+    "leases": "apis/coordination.k8s.io/v1",
+    "customresourcedefinitions": "apis/apiextensions.k8s.io/v1",
+    "roles": "apis/rbac.authorization.k8s.io/v1",
+    "rolebindings": "apis/rbac.authorization.k8s.io/v1",
+    "clusterroles": "apis/rbac.authorization.k8s.io/v1",
+    "clusterrolebindings": "apis/rbac.authorization.k8s.io/v1",
+}
+"""Where resources are served; what is not here is of the core group."""
+
+
+class Refused(Exception):
+    """The API server said no."""
+
+    def __init__(self, status: int, body: Document) -> None:
+        super().__init__(f"{status}: {body.get('message', body)}")
+        self.status = status
+        self.body = body
+        self.message = str(body.get("message", ""))
+
+
+class Kube:
+    """A client of one API server, as its administrator. Namespaces are given with each call; "" is for cluster-wide resources."""
+
+    def __init__(self, server: KubeServer) -> None:
+        self.server = server
+        self._client = httpx2.AsyncClient(
+            base_url=server.url,
+            headers={"Authorization": f"Bearer {server.token}"},
+            verify=ssl.create_default_context(cafile=str(server.certificate)),
+            timeout=10,
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> "Kube":
+        return self
+
+    async def __aexit__(self, _kind: type[BaseException] | None, _error: BaseException | None, _at: TracebackType | None) -> None:
+        await self._client.aclose()
+
+    async def get(self, plural: str, namespace: str, name: str) -> Document:
+        return await self.request("GET", path(plural, namespace, name))
+
+    async def find(self, plural: str, namespace: str, name: str) -> Document | None:
+        """The object, None if there is none."""
+        try:
+            return await self.get(plural, namespace, name)
+        except Refused as refused:
+            if refused.status == 404:
+                return None
+            raise
+
+    async def list(self, plural: str, namespace: str, *, labels: str = "") -> list[Document]:
+        found = await self.request("GET", path(plural, namespace), query={"labelSelector": labels} if labels else None)
+        return list(found["items"])
+
+    async def create(self, plural: str, namespace: str, body: Mapping[str, Any]) -> Document:
+        """Unknown fields are refused, as kubectl does it."""
+        return await self.request("POST", path(plural, namespace), body=body, query={"fieldValidation": "Strict"})
+
+    async def apply(
+        self, plural: str, namespace: str, body: Mapping[str, Any], *, manager: str = "test", force: bool = True
+    ) -> Document:
+        """Server-side apply; apiVersion and kind must be in the body."""
+        name = body["metadata"]["name"]
+        query = {"fieldManager": manager, "force": str(force).lower(), "fieldValidation": "Strict"}
+        return await self.request("PATCH", path(plural, namespace, name), body=body, query=query, form="apply-patch+yaml")
+
+    async def patch(self, plural: str, namespace: str, name: str, body: Mapping[str, Any], *, subresource: str = "") -> Document:
+        """A merge patch."""
+        return await self.request("PATCH", path(plural, namespace, name, subresource), body=body, form="merge-patch+json")
+
+    async def replace(
+        self, plural: str, namespace: str, name: str, body: Mapping[str, Any], *, subresource: str = ""
+    ) -> Document:
+        return await self.request("PUT", path(plural, namespace, name, subresource), body=body)
+
+    async def delete(self, plural: str, namespace: str, name: str) -> None:
+        """Nothing if it is not there. What it owns is collected if the controllers run."""
+        try:
+            await self.request("DELETE", path(plural, namespace, name), query={"propagationPolicy": "Background"})
+        except Refused as refused:
+            if refused.status != 404:
+                raise
+
+    async def secret(self, namespace: str, name: str, **values: str) -> Document:
+        """A Secret with these keys, made or changed."""
+        body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": values}
+        return await self.apply("secrets", namespace, body)
+
+    async def condition(self, namespace: str, name: str, kind: str, *, plural: str = "agentruns") -> Document | None:
+        """A condition of an object, None if it has none of that type."""
+        found = await self.find(plural, namespace, name)
+        conditions = ((found or {}).get("status") or {}).get("conditions") or []
+        return next((condition for condition in conditions if condition["type"] == kind), None)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        form: str = "json",
+    ) -> Document:
+        """Any request. Raises Refused for every status from 400 on."""
+        content = None if body is None else json.dumps(body)
+        headers = {"Content-Type": f"application/{form}"} if body is not None else {}
+        answer = await self._client.request(method, path, content=content, params=dict(query or {}), headers=headers)
+        if answer.status_code >= 400:
+            try:
+                refused = answer.json()
+            except ValueError:
+                refused = {"message": answer.text}
+            raise Refused(answer.status_code, refused)
+        document: Document = answer.json()
+        return document
+
+
+def path(plural: str, namespace: str, name: str = "", subresource: str = "") -> str:
+    """`/apis/apps/v1/namespaces/x/deployments/y/status`."""
+    pieces = [PLURALS.get(plural, "api/v1"), *(["namespaces", namespace] if namespace else []), plural, name, subresource]
+    return "/" + "/".join(piece for piece in pieces if piece)
+
+
+def agent_run(name: str = "support", **spec: Any) -> Document:
+    """A small AgentRun whose stores are in the secrets `database` and `redis`; `spec` replaces whole members."""
+    return {
+        "apiVersion": "agentrun.dev/v1alpha1",
+        "kind": "AgentRun",
+        "metadata": {"name": name},
+        "spec": {
+            "agent": {"model": "demo:chat"},
+            "image": "agentrun:test",
+            "database": {"secretRef": {"name": "database"}},
+            "redis": {"secretRef": {"name": "redis"}},
+            "gateway": {"auth": {"keysSecretRef": {"name": "api-keys"}}},
+            **spec,
+        },
+    }
+
+
+def documents(text: str) -> list[Document]:
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+async def play_kubelet(
+    kube: Kube,
+    namespace: str,
+    *,
+    name: str | None = None,
+    ready: int | None = None,
+    jobs: Literal["Complete", "Failed"] | None = "Complete",
+) -> None:
+    """One look at the namespace, as controllers and kubelets would do it: Deployments come up, unfinished Jobs end as `jobs`.
+
+    name    only the Deployment or Job of this name
+    ready   how many replicas are ready; None means all of them
+    jobs    None leaves Jobs alone
+    Where the deployment controller runs, its pods are made ready and it says the rest itself.
+    """
+    for deployment in await kube.list("deployments", namespace):
+        if name in (None, deployment["metadata"]["name"]) and REVISION not in deployment["metadata"].get("annotations", {}):
+            await set_deployment_status(kube, deployment, ready=ready)
+    for pod in await kube.list("pods", namespace):
+        if "deletionTimestamp" not in pod["metadata"] and not _is_ready(pod):
+            await set_pod_ready(kube, pod)
+    for job in await kube.list("jobs", namespace) if jobs else []:
+        finished = any(one["status"] == "True" for one in job.get("status", {}).get("conditions") or [])
+        if jobs and not finished and name in (None, job["metadata"]["name"]):
+            await set_job_status(kube, job, jobs)
+
+
+REVISION = "deployment.kubernetes.io/revision"
+
+
+async def set_deployment_status(kube: Kube, deployment: Document, *, ready: int | None = None) -> Document:
+    """The status of a Deployment whose wanted pods exist and of which `ready` are ready (None: all)."""
+    wanted = deployment["spec"]["replicas"]
+    up = wanted if ready is None else min(ready, wanted)
+    available = up >= wanted
+    said = [
+        ("Available", available, "MinimumReplicasAvailable" if available else "MinimumReplicasUnavailable"),
+        ("Progressing", True, "NewReplicaSetAvailable" if available else "ReplicaSetUpdated"),
+    ]
+    status = {
+        "observedGeneration": deployment["metadata"]["generation"],
+        "replicas": wanted,
+        "updatedReplicas": wanted,
+        "readyReplicas": up,
+        "availableReplicas": up,
+        "unavailableReplicas": wanted - up,
+        "conditions": [_condition(kind, true, reason) for kind, true, reason in said],
+    }
+    return await _status(kube, "deployments", deployment, status)
+
+
+async def set_job_status(kube: Kube, job: Document, outcome: Literal["Complete", "Failed"]) -> Document:
+    """The status of a Job that has ended."""
+    now, count = _now(), {"Complete": {"succeeded": 1}, "Failed": {"failed": 1}}[outcome]
+    before, reason = {
+        "Complete": ("SuccessCriteriaMet", "CompletionsReached"),
+        "Failed": ("FailureTarget", "BackoffLimitExceeded"),
+    }[outcome]
+    status = {
+        "startTime": now,
+        **({"completionTime": now} if outcome == "Complete" else {}),
+        **count,
+        "ready": 0,
+        "terminating": 0,
+        "uncountedTerminatedPods": {},
+        "conditions": [_condition(before, True, reason), _condition(outcome, True, reason)],
+    }
+    return await _status(kube, "jobs", job, status)
+
+
+async def set_pod_ready(kube: Kube, pod: Document) -> Document:
+    """The status of a pod that runs and is ready."""
+    names = [container["name"] for container in pod["spec"]["containers"]]
+    running = {"running": {"startedAt": _now()}}
+    status = {
+        "phase": "Running",
+        "conditions": [_condition(kind, True, "") for kind in ("Initialized", "ContainersReady", "Ready", "PodScheduled")],
+        "containerStatuses": [
+            {"name": name, "ready": True, "restartCount": 0, "image": "x", "imageID": "x", "state": running} for name in names
+        ],
+    }
+    return await _status(kube, "pods", pod, status)
+
+
+async def _status(kube: Kube, plural: str, document: Document, status: Document) -> Document:
+    where = document["metadata"]
+    return await kube.patch(plural, where["namespace"], where["name"], {"status": status}, subresource="status")
+
+
+def _condition(kind: str, true: bool, reason: str) -> Document:
+    return {"type": kind, "status": "True" if true else "False", "reason": reason, "message": "", "lastTransitionTime": _now()}
+
+
+def _is_ready(pod: Document) -> bool:
+    return any(one["type"] == "Ready" and one["status"] == "True" for one in pod.get("status", {}).get("conditions") or [])
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
