@@ -4,12 +4,14 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-system lint fmt types model docs clean
 
-STATE   ?= .agentrun
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
 # Tests wait for deadlines more than they compute, so more of them than cores run side by side; JOBS=0 runs one after the other.
 JOBS    ?= 4
 PYTEST  := $(RUN)/pytest -n $(JOBS) --dist worksteal
+
+# The shell takes these from the environment, where quotes and spaces in them mean nothing. Only what is set is exported.
+$(foreach variable,STATE PORT MODEL BASE_URL MESSAGE,$(if $($(variable)),$(eval export $(variable))))
 
 UV := $(shell command -v uv 2>/dev/null && uv --version >/dev/null 2>&1 || echo .uv/bin/uv)
 UV := $(lastword $(UV))
@@ -18,17 +20,13 @@ help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.synced ## Chat on this machine with an offline model; MODEL=provider:name, BASE_URL=…, MESSAGE=… for one answer
-	@$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml --state $(STATE) $(if $(PORT),--port $(PORT)) \
-		$(if $(MODEL),--model '$(MODEL)') $(if $(BASE_URL),--base-url '$(BASE_URL)') $(if $(MESSAGE),--message '$(MESSAGE)')
+	@$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml $(if $(STATE),--state "$$STATE") $(if $(PORT),--port "$$PORT") \
+		$(if $(MODEL),--model "$$MODEL") $(if $(BASE_URL),--base-url "$$BASE_URL") $(if $(MESSAGE),--message "$$MESSAGE")
 
-test: .venv/.synced ## All tests; the stores tier twice where Postgres 15 and Redis are installed
+test: .venv/.synced ## All tests; the stores tier twice, the second time on the system's Postgres 15 and Redis, or skipped
 	@mkdir -p $(REPORTS) && rm -f $(REPORTS)/*.xml; status=0; \
 	$(PYTEST) --junitxml=$(REPORTS)/all.xml $(ARGS) || status=$$?; \
-	if [ -x /usr/lib/postgresql/15/bin/postgres ] && [ -x /usr/bin/redis-server ]; then \
-		AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
-	else \
-		echo "not run a second time: the stores tier on the system's Postgres 15 and Redis, which are not installed"; \
-	fi; \
+	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
 	exit $$status
 
 test-system: .venv/.synced ## The stores tier on the system's Postgres 15 and Redis 7.0
@@ -58,6 +56,7 @@ clean: ## Remove what was built and cached; keeps the data in .agentrun
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.synced: pyproject.toml uv.lock | $(UV)
+	@test -d .venv || echo "installing everything into .venv/; this takes a minute"
 	@$(UV) sync --all-extras --locked --quiet
 	@touch $@
 

@@ -77,6 +77,17 @@ def scheduler() -> None:
 
 
 @app.command()
+def operator() -> None:
+    """Run AgentRuns and CronTasks on Kubernetes. Several replicas may run: one of them works."""
+    from agentrun_operator import main
+    from agentrun_operator import settings as operator_settings
+
+    current = operator_settings.read()
+    set_up_logs(level=current.log_level, form=current.log_format, process="operator", pod=current.pod_name)
+    _run(main.run(current))
+
+
+@app.command()
 def migrate() -> None:
     """Bring the database's schema up to this version. Safe to repeat, and to run twice at the same time.
 
@@ -94,20 +105,36 @@ def migrate() -> None:
 @app.command()
 def dev(
     manifest: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The AgentRun manifest.")],
-    state: Annotated[Path, typer.Option(help="Folder for the stores' data, kept between starts.")] = Path(".agentrun"),
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Folder for the stores' data, kept between starts; without it .agentrun/NAMESPACE-NAME."
+        ),
+    ] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port of the gateway; without it 8080, or any free one if that is taken.")
     ] = None,
     message: Annotated[str | None, typer.Option(help="Send this message, show the answer, and exit.")] = None,
     model: Annotated[str | None, typer.Option(help="Use this model (provider:name) instead of the manifest's.")] = None,
     base_url: Annotated[str | None, typer.Option(help="An OpenAI-compatible server to ask, for a model of openai.")] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Send no message: serve HTTP until Ctrl-C or SIGTERM.")] = False,
 ) -> None:
     """Run everything on this machine: stores, gateway, scheduler and workers."""
+    current = settings.read()
     agent_run = load_one(manifest)
     from agentrun.dev import stack
+    from agentrun.dev.options import Options
 
-    options = stack.Options(manifest, state, port, message or None, model or None, base_url or None)
-    raise typer.Exit(stack.main(agent_run, options))
+    options = Options(manifest, state, port, message or None, model or None, base_url or None, serve)
+    raise typer.Exit(stack.main(agent_run, options, current))
+
+
+@app.command()
+def crds() -> None:
+    """Print the CustomResourceDefinitions, for `agentrun crds | kubectl apply --server-side -f -`."""
+    from agentrun.manifests.definitions import definitions
+
+    print(definitions(), end="")
 
 
 @keys.command("create")
@@ -143,6 +170,8 @@ def _append(file: Path, line: str) -> None:
         text = file.read_text(encoding="utf-8")
         with file.open("a", encoding="utf-8") as out:
             out.write(("\n" if text and not text.endswith("\n") else "") + line + "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{file}: not UTF-8 at byte {error.start}, so no file of keys; name another") from None
     except OSError as error:
         raise ConfigurationError(f"{file}: {error.strerror}; name a file that can be written") from None
 

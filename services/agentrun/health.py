@@ -31,7 +31,9 @@ async def serve(*, host: str, port: int | None, alive: Probe, ready: Probe) -> A
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(5):
-                writer.write(_respond(await _request_path(reader), alive, ready))
+                method, path = await _request(reader)
+                answered = _respond(path, alive, ready)
+                writer.write(answered if method == "GET" else answered[: answered.index(b"\r\n\r\n") + 4])
                 await writer.drain()
         except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError):
             pass  # a client that says nothing, too much, or nonsense: nobody to answer to
@@ -50,15 +52,15 @@ async def serve(*, host: str, port: int | None, alive: Probe, ready: Probe) -> A
         server.close()
 
 
-async def _request_path(reader: asyncio.StreamReader) -> str:
-    """The path of a GET or HEAD request; raises ValueError for anything else."""
+async def _request(reader: asyncio.StreamReader) -> tuple[str, str]:
+    """Method and path of a GET or HEAD request; raises ValueError for anything else."""
     method, target, _ = (await reader.readline()).decode("latin-1").split(" ", 2)
     for _ in range(_MOST_HEADERS):
         if (await reader.readline()).strip() == b"":
             break
     if method not in ("GET", "HEAD"):
         raise ValueError(method)
-    return target.partition("?")[0]
+    return method, target.partition("?")[0]
 
 
 def _respond(path: str, alive: Probe, ready: Probe) -> bytes:

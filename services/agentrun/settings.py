@@ -5,17 +5,42 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from agentrun.domain.errors import ConfigurationError
 
 
-class Settings(BaseSettings):
-    """The settings of one process. URLs carry passwords, so they are kept out of `repr`."""
+class _Variables(EnvSettingsSource):
+    """The environment by the fields' variables alone. `populate_by_name` would also read NAME, HOST and PORT, which others set."""
+
+    def __init__(self, settings: type[BaseSettings]) -> None:
+        super().__init__(settings)
+        self.config = SettingsConfigDict(**{**self.config, "populate_by_name": False})
+
+
+class FromEnvironment(BaseSettings):
+    """Settings whose fields are filled from their `validation_alias` in the environment, or by name from Python."""
 
     model_config = SettingsConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What Python gives comes first."""
+        return init_settings, _Variables(settings_cls)
+
+
+class Settings(FromEnvironment):
+    """The settings of one process. URLs carry passwords, so they are kept out of `repr`."""
 
     namespace: str = Field(default="default", min_length=1, max_length=63, validation_alias="AGENTRUN_NAMESPACE")
     name: str = Field(default="agent", min_length=1, max_length=63, validation_alias="AGENTRUN_NAME")
@@ -46,10 +71,53 @@ class Settings(BaseSettings):
     def _any_case(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
 
+    @field_validator("database_url")
+    @classmethod
+    def _postgres(cls, url: str) -> str:
+        if url:
+            parts = _split(url, {"postgresql", "postgres"}, "no URL of Postgres; write postgresql://user@host/database")
+            options = dict(parse_qsl(parts.query))
+            hosts = parts.netloc.rpartition("@")[2].split(",")
+            _check_ports([*(host.rpartition("]")[2].partition(":")[2] for host in hosts), *options.get("port", "").split(",")])
+            if options.get("sslmode", "prefer") not in _SSL_MODES:
+                raise ValueError(f"sslmode means nothing; use one of {', '.join(_SSL_MODES)}")
+        return url
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis(cls, url: str) -> str:
+        if url:
+            known = {"redis", "rediss", "unix"}
+            parts = _split(url, known, "no URL of Redis; write redis://host:6379/0, rediss://host:6379/0 or unix:///path")
+            if parts.scheme != "unix":
+                _check_ports([parts.netloc.rpartition("@")[2].rpartition("]")[2].partition(":")[2]])
+        return url
+
     @property
     def agent(self) -> str:
         """The AgentRun as the tables name it: namespace/name."""
         return f"{self.namespace}/{self.name}"
+
+
+_SSL_MODES = ("disable", "allow", "prefer", "require", "verify-ca", "verify-full")
+
+
+def _split(url: str, schemes: set[str], otherwise: str) -> SplitResult:
+    """The URL's parts. Raises ValueError, which never shows the URL: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        text = str(error)
+        raise ValueError(f"no URL: {text[:1].lower()}{text[1:]}; correct it") from None
+    if parts.scheme not in schemes:
+        raise ValueError(otherwise)
+    return parts
+
+
+def _check_ports(ports: list[str]) -> None:
+    """Raises ValueError; an empty port is the usual one."""
+    if any(port and not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536) for port in ports):
+        raise ValueError("the port is no number from 1 to 65535; correct it")
 
 
 _NEEDED = {
@@ -69,6 +137,8 @@ def read(*needed: Literal["database_url", "redis_url", "manifest"]) -> Settings:
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         variable = ".".join(str(piece) for piece in detail["loc"])
+        if detail["type"] == "value_error":
+            raise ConfigurationError(f"{variable}: {detail['ctx']['error']}") from None
         shown = "" if variable.endswith("_URL") else f" is {detail['input']!r}"
         raise ConfigurationError(f"{variable}{shown}: {detail['msg'][:1].lower()}{detail['msg'][1:]}; correct it") from None
     for field in needed:

@@ -1,19 +1,26 @@
 """`agentrun dev` as a person uses it: it answers, leaves nothing behind, and a killed one is continued by the next start."""
 
+import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
+import asyncpg
+import httpx2
 import pytest
 from processes import clean_environment
 from store_servers import choose_programs, short_folder
 from waiting import eventually
 
+from agentrun.dev.stores import Stores
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LEASE_SECONDS = 2
 MARK = "AGENTRUN_TEST_MARK"
 MANIFEST = f"""
@@ -24,7 +31,7 @@ spec:
   agent:
     model: MODEL
     modelSettings: SETTINGS
-  workers: {{leaseSeconds: {LEASE_SECONDS}, drainSeconds: 1}}
+  workers: {{leaseSeconds: {LEASE_SECONDS}, drainSeconds: DRAIN}}
   reaper: {{idleSeconds: {LEASE_SECONDS}}}
 """
 
@@ -38,26 +45,26 @@ class Dev:
         self.starts: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, *, model: str = "demo:chat", settings: str = "{}", arguments: tuple[str, ...] = ()
+        self, *, model: str = "demo:chat", settings: str = "{}", drain: int = 1, arguments: tuple[str, ...] = ()
     ) -> subprocess.Popen[bytes]:
+        """On a manifest of ours."""
         manifest = self.folder / "agentrun.yaml"
-        manifest.write_text(MANIFEST.replace("MODEL", model).replace("SETTINGS", settings))
-        command = [
-            sys.executable,
-            "-m",
-            "agentrun",
-            "dev",
-            "-f",
-            str(manifest),
-            "--state",
-            str(self.folder / "state"),
-            *arguments,
-        ]
+        manifest.write_text(MANIFEST.replace("MODEL", model).replace("SETTINGS", settings).replace("DRAIN", str(drain)))
+        return self.start_on(manifest, "--state", str(self.folder / "state"), *arguments)
+
+    def start_on(self, manifest: Path, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "agentrun", "dev", "-f", str(manifest), *arguments]
         stores = {name: value for name, value in os.environ.items() if name in ("AGENTRUN_POSTGRES_BIN", "AGENTRUN_REDIS_SERVER")}
         environment = {**clean_environment(), **stores, MARK: self.mark}
         with (self.folder / f"out-{len(self.starts)}").open("wb") as out:
             started = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self.folder,
+                start_new_session=True,
             )
         self.starts.append(started)
         return started
@@ -105,7 +112,7 @@ async def test_it_answers_says_what_it_cost_and_leaves_nothing_behind(dev: Dev) 
     assert await dev.ended() == 0, dev.output()
     output = dev.output()
     assert 'You said: "Hello there"' in output
-    assert re.search(r"tokens +\d+ in, \d+ out, 1 model call", output)
+    assert re.search(r"tokens +\d+ in, \d+ out, 1 model call\n", output)
     assert re.search(r"cost +\$0\.\d+ \(a pretend price", output)
     assert re.search(r"run +[0-9a-f-]{36}", output)
     assert re.search(r"events +http://127\.0\.0\.1:\d+/v1/runs/", output)
@@ -126,7 +133,7 @@ async def test_after_a_kill_of_everything_in_mid_answer_the_next_start_finishes_
     first = answer(dev)
 
     dev.start(model="demo:slow", settings="{words: 60, delay_ms: 10}", arguments=("--port", "0", "--message", "and this"))
-    await eventually(lambda: "workers" in dev.output(), within=30, what="the stack is up again")
+    await eventually(lambda: re.search("worker +ready", dev.output()), within=60, what="the stack is up again")
     what = f"the run of the first start is finished\n{dev.output()}"
     line = await eventually(
         lambda: re.search(r"run [0-9a-f-]+ of an earlier start: (\w+)", dev.output()), within=LEASE_SECONDS + 10, what=what
@@ -160,7 +167,87 @@ async def test_an_agent_that_cannot_be_loaded_is_told_in_one_line_and_nothing_wa
     assert re.fullmatch(
         r"agentrun: .*agentrun\.yaml: spec\.agent\.model: there is no demo:nothing-like-it; .+", output.splitlines()[-1]
     )
+    assert "you  " not in output
+    assert await stored_runs(dev) == 0
     assert dev.left() == []
+
+
+async def test_the_examples_run_one_after_the_other_from_one_folder(dev: Dev) -> None:
+    said = {"minimal": "You said", "tools": "price_of said tea costs 4.20 euros", "own": "2… 1… lift-off!"}
+    for name, answered in said.items():
+        dev.start_on(EXAMPLES / name / "agentrun.yaml", "--port", "0", "--message", "2 cups of tea")
+        assert await dev.ended() == 0, dev.output()
+        assert answered in dev.output()
+    names = {"dev-minimal", "dev-shop", "dev-countdown"}
+    assert {state.name for state in (dev.folder / ".agentrun").iterdir()} == names
+
+    dev.start_on(EXAMPLES / "own" / "agentrun.yaml", "--port", "0", "--state", str(dev.folder / ".agentrun" / "dev-shop"))
+    assert await dev.ended() == 2
+    assert re.fullmatch(
+        r"agentrun: .*/dev-shop: this database belongs to the AgentRun dev/shop; give dev/countdown a database of its own, "
+        r"which is another folder named with --state",
+        dev.output().splitlines()[-1],
+    )
+    assert dev.left() == []
+
+
+async def test_it_serves_without_a_message_until_it_is_stopped(dev: Dev) -> None:
+    started = dev.start(arguments=("--port", "0", "--serve"))
+    told = await eventually(lambda: re.search(r"URL=(\S+) KEY=(\S+)", dev.output()), within=60, what="it serves")
+    async with httpx2.AsyncClient(base_url=told[1], headers={"Authorization": f"Bearer {told[2]}"}, trust_env=False) as client:
+        assert (await client.get("/v1/runs")).json()["runs"] == []
+        sent = await client.post("/v1/sessions/s/messages", json={"input": "hi"}, headers={"Idempotency-Key": "1"})
+        events = await client.get(f"/v1/runs/{sent.json()['run_id']}/events", timeout=30)
+    assert '"completed"' in events.text
+    started.terminate()
+    assert await dev.ended() == 0, dev.output()
+    assert "you  " not in dev.output()
+    assert dev.left() == []
+
+
+async def test_the_end_of_a_store_ends_everything_at_once_and_says_why(dev: Dev) -> None:
+    arguments = ("--port", "0", "--message", "go on")
+    dev.start(model="demo:slow", settings="{words: 900, delay_ms: 60}", drain=300, arguments=arguments)
+    await eventually(lambda: len(answer(dev)) > 60, within=60, what="the answer is under way")
+    (pid_file,) = (dev.folder / "state").glob("pg*/postmaster.pid")
+    os.kill(int(pid_file.read_text().splitlines()[0]), signal.SIGKILL)
+    assert await dev.ended(within=60) == 2, dev.output()
+    assert dev.output().splitlines()[-1].startswith("agentrun: the stores have ended: Postgres ended with -9 on ")
+    assert dev.left() == []
+
+
+async def test_the_end_of_the_stores_keeper_is_told_too(dev: Dev) -> None:
+    arguments = ("--port", "0", "--serve")
+    dev.start(arguments=arguments)
+    await eventually(lambda: "Serving" in dev.output(), within=60, what="it serves")
+    os.kill(int((dev.folder / "state" / "lock").read_text()), signal.SIGKILL)
+    assert await dev.ended(within=60) == 2, dev.output()
+    assert dev.output().splitlines()[-1] == "agentrun: the stores have ended: their keeper ended with -9 and said nothing"
+    await eventually(lambda: dev.left() == [], within=20, what="the stores have ended with their keeper")
+
+
+async def test_a_second_ctrl_c_ends_everything_at_once(dev: Dev) -> None:
+    arguments = ("--port", "0", "--message", "go on")
+    started = dev.start(model="demo:slow", settings="{words: 900, delay_ms: 60}", drain=300, arguments=arguments)
+    await eventually(lambda: len(answer(dev)) > 60, within=60, what="the answer is under way")
+    started.send_signal(signal.SIGINT)
+    said = "up to 300 s for workers to finish or hand back; Ctrl-C again to stop at once"
+    await eventually(lambda: said in dev.output(), within=10, what="it says how to stop at once")
+    await asyncio.sleep(0.5)
+    assert started.poll() is None
+    started.send_signal(signal.SIGINT)
+    assert await dev.ended(within=30) == 130
+    assert "data stays in" in dev.output()
+    assert dev.left() == []
+
+
+async def test_a_port_that_is_taken_is_told_before_anything_starts(dev: Dev) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = int(taken.getsockname()[1])
+        dev.start(arguments=("--port", str(port)))
+        assert await dev.ended() == 2
+    assert dev.output().startswith(f"agentrun: --port: cannot listen on 127.0.0.1:{port} ")
+    assert not (dev.folder / "state").exists()
 
 
 async def test_a_wrong_manifest_is_one_line_and_starts_nothing(dev: Dev) -> None:
@@ -169,6 +256,20 @@ async def test_a_wrong_manifest_is_one_line_and_starts_nothing(dev: Dev) -> None
     output = dev.output()
     assert output.count("\n") == 1 and "agentrun.yaml: spec.workerz: unknown field; did you mean workers?" in output
     assert not (dev.folder / "state").exists()
+
+
+async def stored_runs(dev: Dev) -> int:
+    """How many runs the state folder holds; nothing else may run on it."""
+    stores = Stores(dev.folder / "state")
+    urls = await asyncio.to_thread(stores.start)
+    try:
+        connection = await asyncpg.connect(urls.database_url)
+        try:
+            return int(await connection.fetchval("SELECT count(*) FROM runs"))
+        finally:
+            await connection.close()
+    finally:
+        await asyncio.to_thread(stores.stop)
 
 
 def answer(dev: Dev) -> str:

@@ -91,6 +91,32 @@ async def test_everybody_sees_their_own_runs_and_an_admin_all(room: Room) -> Non
     assert (response.status_code, response.json()["code"]) == (403, "forbidden")
 
 
+async def test_an_admin_sees_everywhere_the_same_and_may_ask_for_one_user(room: Room) -> None:
+    for user, session in (("ann", "shared"), ("bob", "shared"), ("bob", "only-bob")):
+        await room.new_run(f"{user} says", session=session, user=user)
+
+    async def get(path: str, user: str = "root") -> Any:
+        response = await room.get(path, user=user)
+        return response.json() if response.status_code == 200 else (response.status_code, response.json()["code"])
+
+    runs, sessions = await get("/v1/runs"), await get("/v1/sessions")
+    assert {run["user"] for run in runs["runs"]} == {session["user"] for session in sessions["sessions"]} == {"ann", "bob"}
+    assert [run["user"] for run in (await get("/v1/runs?user=ann"))["runs"]] == ["ann"]
+    assert [one["session"] for one in (await get("/v1/sessions?user=bob"))["sessions"]] == ["only-bob", "shared"]
+    assert (await get("/v1/runs?user=nobody"))["runs"] == []
+    for session in sessions["sessions"]:  # whatever is listed can be read
+        held = await get(f"/v1/sessions/{session['session']}/messages?user={session['user']}")
+        assert [item["content"] for item in held["messages"]] == [f"{session['user']} says"]
+    assert [item["content"] for item in (await get("/v1/sessions/only-bob/messages"))["messages"]] == ["bob says"]
+    assert await get("/v1/sessions/shared/messages") == (400, "invalid_parameter")
+    assert await get("/v1/sessions/only-bob/messages?user=ann") == (404, "not_found")
+    assert (await get(f"/v1/runs/{runs['runs'][0]['run_id']}"))["user"] == "bob"
+    for path in ("/v1/runs", "/v1/sessions", "/v1/sessions/shared/messages"):
+        assert await get(f"{path}?user=bob", "ann") == (403, "forbidden")
+        assert await get(f"{path}?user=ann", "ann") == await get(path, "ann")
+        assert await get(f"{path}?user=a%00b") == (400, "invalid_parameter")
+
+
 async def test_a_backend_acts_for_its_users(room: Room) -> None:
     response = await room.submit("hi", session="s", user="backend", X_Agentrun_User="zoe")
     assert response.status_code == 202
@@ -198,8 +224,46 @@ async def test_what_does_not_exist_is_a_problem_too(room: Room) -> None:
         response = await room.http.request(method, path, headers=room.authorization())
         assert (response.status_code, response.json()["code"]) == (status, code), path
         assert response.headers["content-type"] == "application/problem+json"
-        if status == 405:
-            assert response.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/runs", {"GET", "POST"}),
+        ("DELETE", "/v1/sessions/s/messages", {"GET", "POST"}),
+        ("POST", "/v1/runs/x/events", {"GET", "HEAD"}),
+        ("POST", "/v1/sessions", {"GET"}),
+        ("POST", "/healthz", {"GET", "HEAD"}),
+    ],
+)
+async def test_a_refused_method_is_told_all_that_the_address_takes(room: Room, method: str, path: str, allowed: set[str]) -> None:
+    response = await room.http.request(method, path, headers=room.authorization())
+    assert response.status_code == 405
+    assert set(response.headers["allow"].split(", ")) == allowed
+
+
+async def test_probes_can_be_asked_for_their_head(room: Room) -> None:
+    for path in ("/healthz", "/readyz", "/metrics"):
+        response = await room.http.head(path)
+        assert (response.status_code, response.content) == (200, b""), path
+
+
+@pytest.mark.parametrize(
+    ("authorization", "told"),
+    [
+        (None, "Send your API key"),
+        ("Basic YTpi", "`Basic` is not taken"),
+        ("Bearer", "holds no key"),
+        ("ar_x", "is not taken"),
+        ("Bearer ar_x", "not known"),
+    ],
+)
+async def test_without_a_valid_key_one_is_told_what_is_wrong(room: Room, authorization: str | None, told: str) -> None:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    response = await room.http.get("/v1/runs", headers=headers)
+    assert response.status_code == 401
+    assert told in response.json()["detail"]
+    assert "YTpi" not in response.text
 
 
 async def test_the_description_names_every_address(room: Room) -> None:
@@ -225,20 +289,58 @@ async def test_the_description_names_every_address(room: Room) -> None:
         for operation in operations.values():
             parameters = {one["name"] for one in operation.get("parameters", []) if one["in"] == "path"}
             assert parameters == set(re.findall(r"{(\w+)}", path))
+            named = {one["name"] for one in operation.get("parameters", []) if one["in"] == "header"}
+            assert ("X-Agentrun-User" in named) == path.startswith("/v1/"), path
     names = set(re.findall(r'"#/components/schemas/(\w+)"', str(document).replace("'", '"')))
-    assert names <= set(document["components"]["schemas"])
+    assert names == set(document["components"]["schemas"])
+    described = {
+        (method, path): set(operation["responses"])
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+    }
+    everywhere = {"400", "401", "403", "500", "503"}
+    assert described["post", "/v1/runs/{run_id}/cancel"] == everywhere | {"202", "404", "409"}
+    assert described["get", "/v1/runs"] == described["get", "/v1/sessions"] == everywhere | {"200"}
+    assert described["get", "/v1/runs/{run_id}"] == everywhere | {"200", "404"}
+    assert described["get", "/healthz"] == {"200"}
 
 
-async def test_metrics_name_routes_and_not_addresses(room: Room) -> None:
-    run_id = await room.new_run()
-    await room.get(f"/v1/runs/{run_id}")
-    await room.get("/v1/runs")
-    await room.get("/v1/nothing")
+TEMPLATES = [
+    ("POST", "/v1/sessions/s/messages", "/v1/sessions/{session}/messages", "2xx"),
+    ("POST", "/v1/runs", "/v1/runs", "2xx"),
+    ("GET", "/v1/runs/RUN/events", "/v1/runs/{run_id}/events", "2xx"),
+    ("POST", "/v1/runs/x/events", "/v1/runs/{run_id}/events", "4xx"),
+    ("GET", "/v1/runs/x/events", "/v1/runs/{run_id}/events", "4xx"),
+    ("GET", "/v1/runs", "/v1/runs", "2xx"),
+    ("GET", "/v1/runs/RUN", "/v1/runs/{run_id}", "2xx"),
+    ("POST", "/v1/runs/RUN/cancel", "/v1/runs/{run_id}/cancel", "4xx"),
+    ("GET", "/v1/sessions", "/v1/sessions", "2xx"),
+    ("GET", "/v1/sessions/s/messages", "/v1/sessions/{session}/messages", "2xx"),
+    ("GET", "/healthz", "/healthz", "2xx"),
+    ("GET", "/v1/nothing", "none", "4xx"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "template", "status"), TEMPLATES)
+async def test_each_request_is_counted_under_its_route_and_not_its_address(
+    room: Room, method: str, path: str, template: str, status: str
+) -> None:
+    run_id = await room.finished_run(1)
+    await room.new_run(session="s")
+
+    async def counted() -> dict[str, float]:
+        lines = re.findall(r"agentrun_request_seconds_count(\{.*?\}) (.+)", (await room.http.get("/metrics")).text)
+        return {labels: float(count) for labels, count in lines if 'route="/metrics"' not in labels}
+
+    before = await counted()
+    content = {"json": {"input": "x"}} if method == "POST" else {}
+    await room.http.request(method, path.replace("RUN", str(run_id)), headers=room.authorization(), **content)
+    changed = {
+        labels: count - before.get(labels, 0) for labels, count in (await counted()).items() if count != before.get(labels)
+    }
+    assert changed == {f'{{route="{template}",status="{status}"}}': 1.0}
     text = (await room.http.get("/metrics")).text
     assert str(run_id) not in text
-    assert 'route="/v1/runs/{run_id}",status="2xx"' in text
-    assert 'route="/v1/runs",status="2xx"' in text
-    assert 'route="none",status="4xx"' in text
     assert "agentrun_stream_clients" in text
 
 

@@ -154,8 +154,7 @@ async def cut_stream(room: Room, path: str) -> EventStream:
 async def test_a_database_that_hangs_is_503_in_time(
     private_postgres: PrivateServer, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrun.gateway.submissions.ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr("agentrun.gateway.context.ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("agentrun.gateway.answering.ANSWER_SECONDS", 0.5)
     await migrate(private_postgres.url)
     async with gateway(private_postgres.url, redis_url, tmp_path) as room:
         run_id = await room.new_run()

@@ -318,6 +318,52 @@ async def test_se_17_a_reader_that_stalls_is_cut_alone_and_resumes_whole(room: R
     assert ids(frames) == list(range(len(seen), 602))
 
 
+async def test_a_client_too_many_is_asked_to_come_back_later(database_url: str, redis_url: str, tmp_path: Path) -> None:
+    async with gateway(database_url, redis_url, tmp_path, timing=Timing(most_viewers=2)) as room:
+        run_id, ended = await room.new_run(), await room.finished_run(2)
+        url = f"{room.base_url}/v1/runs"
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(2):
+                await stack.enter_async_context(room.follow(run_id))
+            async with room.follow(run_id) as third:
+                with pytest.raises(StreamCutError):
+                    await third.rest(within=5)
+            assert (third.status, third.retry) == (200, 15_000)  # a browser's EventSource never comes back after a 503
+            response = await room.get(f"/v1/runs/{run_id}/events")
+            assert (response.status_code, response.json()["code"]) == (503, "overloaded")
+            with pytest.raises(StreamRefusedError) as refused:
+                async with open_stream(url, method="POST", headers=room.authorization(), json_body={"input": "hi"}):
+                    pass
+            assert (refused.value.status, refused.value.json()["code"]) == (503, "overloaded")
+            assert await room.count("runs") == 2
+            async with room.follow(ended, last_event_id="1") as nothing_more:
+                assert nothing_more.status == 204
+
+        async def served() -> bool:
+            async with room.follow(ended) as stream:
+                with contextlib.suppress(StreamCutError):
+                    return ids(await stream.rest(within=5)) == [0, 1]
+            return False
+
+        await eventually(served, within=5, what="there is room again")
+
+
+async def test_large_events_are_replayed_in_small_pages(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_id = await room.finished_run(100, text="x" * 100_000)
+    pages: list[int] = []
+    replay = EventLog.replay
+
+    async def seen(self: EventLog, run_id: UUID, *, after: int) -> list[Event]:
+        found = await replay(self, run_id, after=after)
+        pages.append(sum(len(event.data) for event in found))
+        return found
+
+    monkeypatch.setattr(EventLog, "replay", seen)
+    async with room.follow(run_id) as stream:
+        assert ids(await stream.rest(within=20)) == list(range(100))
+    assert max(pages) < 500_000
+
+
 async def test_se_20_a_second_run_of_the_session_is_seen_where_the_first_was(
     room: Room, databases: Databases, store_urls: StoreUrls, tmp_path: Path
 ) -> None:
@@ -430,6 +476,43 @@ async def test_a_post_can_be_a_stream_and_be_resumed(room: Room) -> None:
             async with open_stream(url, method="POST", headers=named, json_body=body, last_event_id=position):
                 pass
         assert (refused.value.status, refused.value.json()["code"]) == (status, code)
+    assert await room.count("runs") == 1
+
+
+@pytest.mark.parametrize("session", ["s", None])
+async def test_a_resumed_post_starts_nothing(room: Room, session: str | None) -> None:
+    url = f"{room.base_url}/v1/sessions/{session}/messages" if session else f"{room.base_url}/v1/runs"
+
+    async def refused(key: str | None, position: str, text: str = "hi", user: str = "ann") -> tuple[int, str]:
+        named = {**room.authorization(user), **({"Idempotency-Key": key} if key else {})}
+        with pytest.raises(StreamRefusedError) as error:
+            async with open_stream(url, method="POST", headers=named, json_body={"input": text}, last_event_id=position):
+                pass
+        return error.value.status, error.value.json()["code"]
+
+    for position in ("0", "3", "999999999"):
+        assert await refused("k", position) == (400, "invalid_cursor")
+    assert await room.count("runs") == await room.count("sessions") == 0
+
+    first = await room.submit("hi", session=session, Idempotency_Key="k")
+    run_id = UUID(first.json()["run_id"])
+    assert await refused("k", "0") == (400, "invalid_cursor")  # a run that nobody has worked on has given out no number
+    worker = await room.work_on(run_id)
+    await worker.say("a")
+    assert await refused("k", "128") == (400, "invalid_cursor")
+    assert await refused("k", "0", text="other") == (422, "idempotency_key_reused")
+    assert await refused("k", "0", user="bob") == (400, "invalid_cursor")
+    assert await refused("l", "0") == (400, "invalid_cursor")
+    await worker.say("b")
+    await worker.finish()
+    headers = {**room.authorization(), "Idempotency-Key": "k"}
+    async with open_stream(url, method="POST", headers=headers, json_body={"input": "hi"}, last_event_id="0") as stream:
+        assert stream.headers["location"] == f"/v1/runs/{run_id}"
+        assert stream.headers["idempotency-replayed"] == "true"
+        assert ids(await stream.rest()) == [1, 2]
+    assert await refused("k", "3") == (400, "invalid_cursor")
+    async with open_stream(url, method="POST", headers=headers, json_body={"input": "hi"}, last_event_id="-1") as stream:
+        assert ids(await stream.rest()) == [0, 1, 2]
     assert await room.count("runs") == 1
 
 

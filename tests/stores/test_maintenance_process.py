@@ -17,6 +17,7 @@ from agentrun.bus.keys import GROUP, Keys
 from agentrun.bus.runs import WorkStream
 from agentrun.domain.states import RunStatus
 from agentrun.store import migrations, runs
+from agentrun.store.ids import new_id
 from agentrun.store.pool import Pool, create_pool
 
 KEYS = Keys("default", "agent")
@@ -110,14 +111,16 @@ async def test_it_starts_while_redis_is_away_and_works_when_it_comes(
     assert await scheduler.terminate() == 0
 
 
-@pytest.mark.parametrize("point", ["reaper.taken", "reaper.republished", "reaper.autoclaimed", "sweep.found"])
+@pytest.mark.parametrize("point", ["reaper.taken", "reaper.republished", "reaper.autoclaimed", "reaper.looked", "sweep.found"])
 async def test_a_crash_between_two_lines_is_healed_by_the_next_scheduler(
-    point: str, product: Product, pool: Pool, stream: WorkStream, product_processes: ProductProcesses
+    point: str, product: Product, pool: Pool, redis: Redis, stream: WorkStream, product_processes: ProductProcesses
 ) -> None:
     lost = await submitted(pool, session="lost")
     await stream.publish([lost.run_id])
     await stream.read("w-dead", count=1, block_ms=0)
     await claimed(pool, lost.run_id, owner="w-dead/n", lease=0.01)
+    await stream.publish([new_id()])  # nothing but a look at forgotten entries ends this one
+    (orphan,) = await stream.read("w-dead", count=1, block_ms=0)
     forgotten = await submitted(pool, session="forgotten")
     crashing = await product_processes.scheduler(product, failpoints=f"{point}=kill", ready=False)
     assert await crashing.wait(within=30) == -signal.SIGKILL
@@ -129,7 +132,11 @@ async def test_a_crash_between_two_lines_is_healed_by_the_next_scheduler(
         heard.update(one.run_id for one in await stream.read("w-2", count=10, block_ms=0))
         return heard >= {lost.run_id, forgotten.run_id}
 
+    async def orphan_is_gone() -> bool:
+        return not await redis.xpending_range(KEYS.runs, GROUP, orphan.entry_id, orphan.entry_id, 1)
+
     await eventually(both_heard_of, within=30, what="both runs reach a worker")
+    await eventually(orphan_is_gone, within=30, what="the entry without a run is acknowledged")
     looks = await runs.look(pool, [lost.run_id, forgotten.run_id])
     assert {look.status for look in looks.values()} == {RunStatus.PENDING}
     assert await healing.terminate() == 0

@@ -286,9 +286,9 @@ async def test_a_renewal_may_come_late_as_long_as_nobody_took_the_run(pool: Pool
     run = (await submitted(pool)).run_id
     await claimed(pool, run)
     await expire(pool, run)
-    assert await attempts.expired(pool) == [AttemptRef(run, 1)]
+    assert (await attempts.expired(pool)).refs == [AttemptRef(run, 1)]
     assert (await transitions.renew(pool, [AttemptRef(run, 1)], lease_seconds=30)).renewed == {AttemptRef(run, 1)}
-    assert await attempts.expired(pool) == []
+    assert (await attempts.expired(pool)).refs == []
 
 
 async def test_a_renewal_passes_over_a_row_that_somebody_holds(pool: Pool) -> None:

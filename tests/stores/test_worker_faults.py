@@ -518,3 +518,30 @@ async def test_a_worker_waits_for_its_stores_and_can_be_stopped_then_and_later(s
         assert await stores.ended(run) == [RunStatus.SUCCEEDED]
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(working, 5)
+
+
+CLOSING_AGENT = """
+from pathlib import Path
+from agentrun.agents.base import Result
+
+class Agent:
+    async def execute(self, context):
+        return Result("ok")
+
+    async def aclose(self):
+        Path(__file__).with_name("closed").touch()
+
+run = Agent()
+"""
+
+
+async def test_a_worker_that_stops_closes_its_agents_connections(
+    stores: Bench, product: Product, product_processes: ProductProcesses, tmp_path: Path
+) -> None:
+    (tmp_path / "worker_test_agent.py").write_text(CLOSING_AGENT)
+    started = await product_processes.worker(product)
+    (run,) = await stores.submit("hello")
+    assert await stores.ended(run) == [RunStatus.SUCCEEDED]
+    assert not (tmp_path / "closed").exists()
+    assert await started.terminate() == 0
+    assert (tmp_path / "closed").exists()

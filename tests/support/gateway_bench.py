@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx2
+from api_contract import Contract
 from redis.asyncio import Redis
 from sse_client import EventStream as ClientStream
 from sse_client import open_stream
@@ -43,11 +44,12 @@ spec:
   database: {poolSize: %d}
   gateway: {maxBodyBytes: %d}
   submission: {dedupeSeconds: %d}
+  suspend: %s
 """
 
 
-def manifest(*, pool_size: int = 5, max_body_bytes: int = 65536, dedupe_seconds: int = 10) -> AgentRun:
-    return parse(MANIFEST % (pool_size, max_body_bytes, dedupe_seconds), source="test")[0]
+def manifest(*, pool_size: int = 5, max_body_bytes: int = 65536, dedupe_seconds: int = 10, suspend: bool = False) -> AgentRun:
+    return parse(MANIFEST % (pool_size, max_body_bytes, dedupe_seconds, str(suspend).lower()), source="test")[0]
 
 
 def keys_file(folder: Path, users: Mapping[str, Sequence[Scope]]) -> tuple[Path, dict[str, str]]:
@@ -133,6 +135,10 @@ class Room:
     def authorization(self, user: str = "ann") -> dict[str, str]:
         return {"Authorization": f"Bearer {self.keys[user]}"}
 
+    def authorization_lines(self, user: str = "ann") -> list[str]:
+        """The same for those who write their requests themselves."""
+        return [f"{name}: {value}" for name, value in self.authorization(user).items()]
+
     async def submit(
         self, text: Any = "hello", *, session: str | None = None, user: str = "ann", **headers: str
     ) -> httpx2.Response:
@@ -197,7 +203,7 @@ USERS: dict[str, Sequence[Scope]] = {"ann": [], "bob": [], "backend": [Scope.ACT
 
 @contextlib.asynccontextmanager
 async def gateway(
-    database_url: str, redis_url: str, folder: Path, *, timing: Timing | None = None, ready_within: float = 10, **spec: int
+    database_url: str, redis_url: str, folder: Path, *, timing: Timing | None = None, ready_within: float = 10, **spec: Any
 ) -> AsyncIterator[Room]:
     """A gateway in this event loop; ready, unless `ready_within` is 0."""
     path, presented = keys_file(folder, USERS)
@@ -217,6 +223,7 @@ async def gateway(
     redis = await connection.connect(redis_url)
     try:
         async with httpx2.AsyncClient(base_url=base_url, timeout=15, trust_env=False) as http:
+            http.event_hooks = {"response": [Contract((await http.get("/openapi.json")).json()).check]}
 
             async def ready() -> bool:
                 return (await http.get("/readyz")).status_code == 200

@@ -36,6 +36,7 @@ LIMITS = Limits(
     max_run_seconds=30.0,
     flush=FlushLimits(50, 0.05),
     retries=Retries(3, 0.05, random.random),
+    max_lost_attempts=3,
 )
 
 

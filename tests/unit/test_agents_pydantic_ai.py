@@ -4,12 +4,15 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from fake_provider import BROKEN_TEXT, LANGUAGES, FakeProvider
 from pydantic import BaseModel
-from pydantic_ai import Agent, BinaryContent, RunContext
+from pydantic_ai import Agent, BinaryContent, ModelMessage, RequestUsage, RunContext
+from pydantic_ai.models import StreamedResponse
+from pydantic_ai.models.function import AgentInfo, FunctionModel
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from recording_context import Killed, RecordingContext, turn
@@ -562,3 +565,71 @@ async def _until(condition: Callable[[], bool], seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true"
         await asyncio.sleep(0.01)
+
+
+class Door(FunctionModel):
+    """A model whose client takes a while to open, and may fail to."""
+
+    def __init__(self, failures: int = 0) -> None:
+        super().__init__(stream_function=self._say, model_name="door")
+        self.failures = failures
+        self.entered = self.left = 0
+        self.is_open = False
+
+    async def _say(self, messages: list[ModelMessage], info: AgentInfo) -> AsyncIterator[str]:
+        assert self.is_open
+        yield "hello"
+
+    async def __aenter__(self) -> "Door":
+        await asyncio.sleep(0.3)
+        self.entered += 1
+        if self.entered <= self.failures:
+            raise OSError("no route")
+        self.is_open = True
+        return self
+
+    async def __aexit__(self, *args: Any) -> None:
+        self.left += 1
+
+
+async def test_runs_wait_for_the_providers_client_which_is_opened_once_and_closed_once() -> None:
+    model = Door()
+    executor = PydanticAIExecutor(Agent(model))
+    await asyncio.gather(*(executor.execute(RecordingContext("hi")) for _ in range(3)))
+    assert model.entered == 1
+    await close(executor)
+    assert model.left == 1
+
+
+async def test_a_client_that_could_not_be_opened_is_opened_by_the_next_run() -> None:
+    model = Door(failures=1)
+    executor = PydanticAIExecutor(Agent(model))
+    with pytest.raises(OSError, match="no route"):
+        await executor.execute(RecordingContext("hi"))
+    assert (await executor.execute(RecordingContext("hi"))).output == "hello"
+    assert model.entered == 2
+    await close(executor)
+
+
+@pytest.mark.parametrize("count", [1.5, 10**25, -3, None, float("nan")], ids=str)
+async def test_usage_that_makes_no_sense_is_estimated_and_spoils_no_history(count: Any) -> None:
+    class Odd(FunctionModel):
+        @asynccontextmanager
+        async def request_stream(self, *args: Any, **options: Any) -> AsyncIterator[StreamedResponse]:
+            async with super().request_stream(*args, **options) as stream:
+                stream._usage = RequestUsage(input_tokens=count, output_tokens=count, details={"odd": count})
+                yield stream
+
+    async def say(messages: list[ModelMessage], info: AgentInfo) -> AsyncIterator[str]:
+        yield "hello"
+
+    executor = PydanticAIExecutor(Agent(Odd(stream_function=say)))
+    context = RecordingContext("hi")
+    result = await executor.execute(context)
+    assert result.output == "hello"
+    (usage,) = context.booked
+    assert not usage.measured and usage == usage.counted()
+    assert usage.input_tokens >= 1 and usage.output_tokens >= 1
+    later = RecordingContext("and now?", history=[turn("hi", messages=result.messages, output="hello")])
+    assert (await executor.execute(later)).output == "hello"
+    assert (await executor.execute(context.next_attempt())).output == "hello"

@@ -6,10 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agentrun import __version__, cli
 from agentrun.domain.keys import Scope, parse_records, verify
 
+CRDS = Path(__file__).parents[2] / "crds"
 MANIFEST = """apiVersion: agentrun.dev/v1alpha1
 kind: AgentRun
 metadata: {name: NAME}
@@ -59,6 +61,50 @@ def test_an_error_is_one_line_and_exit_code_2(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [("gateway",), ("worker",), ("scheduler",), ("migrate",), ("dev", "-f", "agentrun.yaml")])
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("DATABASE_URL", "foo", "DATABASE_URL: no URL of Postgres; write postgresql://user@host/database"),
+        ("DATABASE_URL", "postgresql://h:abc/d", "DATABASE_URL: the port is no number from 1 to 65535; correct it"),
+        ("REDIS_URL", "foo", "REDIS_URL: no URL of Redis; write redis://"),
+        ("AGENTRUN_LOG_LEVEL", "loud", "AGENTRUN_LOG_LEVEL is 'loud': input should be 'debug', 'info', 'warning' or 'error'"),
+    ],
+)
+def test_a_malformed_setting_is_one_line_for_every_command(
+    command: tuple[str, ...],
+    variable: str,
+    value: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("agentrun.yaml").write_text(MANIFEST.replace("NAME", "a"))
+    given = {"DATABASE_URL": "postgresql://h/d", "REDIS_URL": "redis://h", "AGENTRUN_MANIFEST": "agentrun.yaml"}
+    for name, good in given.items():
+        monkeypatch.setenv(name, good)
+    monkeypatch.setenv(variable, value)
+
+    assert call(monkeypatch, *command) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"agentrun: {told}")
+    assert not Path(".agentrun").exists()
+
+
+def test_a_file_of_keys_that_is_no_text_is_told_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xff\xfe")
+
+    assert call(monkeypatch, "keys", "create", "--user", "ann", "--file", str(file)) == 2
+    assert capsys.readouterr() == ("", f"agentrun: {file}: not UTF-8 at byte 0, so no file of keys; name another\n")
+    assert file.read_bytes() == b"\xff\xfe"
+
+
 def test_a_key_is_shown_once_and_stored_as_a_hash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,7 +131,7 @@ def test_a_key_without_a_file_comes_with_its_record(monkeypatch: pytest.MonkeyPa
 def test_a_process_takes_its_own_agent_run_out_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "runs.yaml"
     file.write_text("---\n".join(MANIFEST.replace("NAME", name) for name in ("sales", "support")))
-    for name, value in (("DATABASE_URL", "x"), ("REDIS_URL", "x"), ("AGENTRUN_MANIFEST", str(file))):
+    for name, value in (("DATABASE_URL", "postgresql://h/d"), ("REDIS_URL", "redis://h"), ("AGENTRUN_MANIFEST", str(file))):
         monkeypatch.setenv(name, value)
 
     monkeypatch.setenv("AGENTRUN_NAME", "support")
@@ -104,3 +150,21 @@ def test_the_command_line_loads_no_process_before_it_is_asked_for() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
     assert done.stdout.strip() == "[]"
+
+
+def test_the_crds_are_printed_as_they_are_in_the_source_tree(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "crds") == 0
+    printed = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert printed == [yaml.safe_load((CRDS / f"{name}.yaml").read_text()) for name in ("agentruns", "crontasks")]
+
+
+def test_dev_refuses_a_suspended_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "agentrun.yaml"
+    file.write_text(MANIFEST.replace("NAME", "support").replace('"}}', '"}, suspend: true}'))
+
+    assert call(monkeypatch, "dev", "-f", str(file), "--state", str(tmp_path / "state")) == 2
+    assert "spec.suspend: is true" in capsys.readouterr().err

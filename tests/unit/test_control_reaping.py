@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrun.control.contact import Contact
-from agentrun.control.reaping import Action, for_reaper, for_worker
+from agentrun.control.reaping import Action, for_reaper, for_worker, runs_alone
 from agentrun.domain.states import FINAL, RunStatus
 
 PENDING, RUNNING = RunStatus.PENDING, RunStatus.RUNNING
@@ -47,6 +47,14 @@ def test_only_a_pending_due_head_is_executed_and_only_an_expired_attempt_is_ende
         assert (for_reaper(look) is Action.TAKE_OVER) == (status is RUNNING and not alive)
         assert for_worker(look) is not Action.TAKE_OVER
         assert for_reaper(look) is not Action.CLAIM
+
+
+@pytest.mark.parametrize(
+    ("lost", "most", "alone"),
+    [(0, 3, False), (1, 3, False), (2, 3, True), (3, 3, True), (0, 2, False), (1, 2, True), (0, 1, False), (1, 1, False)],
+)
+def test_only_the_last_of_several_chances_is_had_alone(lost: int, most: int, alone: bool) -> None:
+    assert runs_alone(lost, max_lost_attempts=most) is alone
 
 
 START = datetime(2025, 1, 1, tzinfo=UTC)
@@ -93,6 +101,18 @@ def test_a_break_makes_the_count_begin_anew(kind: str) -> None:
 
     assert seen[:3] == [False] * 3
     assert seen[-1]
+
+
+def test_a_contact_is_good_for_as_long_as_a_gap_may_last() -> None:
+    mine = contact()
+    assert mine.good_until is None
+    for second in range(0, 31, 10):
+        assert mine.good_until is None
+        mine.reached(at(second), started=LONG_AGO)
+    assert mine.good_until == at(30 + 15)
+
+    mine.reached(at(46), started=LONG_AGO)
+    assert mine.good_until is None
 
 
 @given(st.lists(st.tuples(st.floats(-5, 40), st.booleans()), max_size=60))

@@ -15,7 +15,7 @@ from agentrun.domain.keys import RANDOM_BYTES, Scope, generate, record_line
 from agentrun.gateway import auth, bodies, frames
 from agentrun.gateway.auth import Authenticator
 from agentrun.gateway.bodies import MAX_DEPTH, MessageBody
-from agentrun.gateway.feed import Feed, Viewer
+from agentrun.gateway.feed import Backlog, Feed, Viewer
 from agentrun.gateway.log import contiguous
 from agentrun.gateway.problems import INVALID_BODY, STORE_UNAVAILABLE, TYPES, Problem
 from agentrun.gateway.submissions import Message, prepare
@@ -137,7 +137,7 @@ class FakeLog:
 
 
 def viewer(cursor: int = -1, most_bytes: int = 10_000) -> Viewer:
-    return Viewer(cursor=cursor, most_bytes=most_bytes, abort=lambda: None)
+    return Viewer(cursor=cursor, most_bytes=most_bytes, backlog=Backlog(10**9), abort=lambda: None)
 
 
 def seen(of: Viewer) -> list[int]:
@@ -203,7 +203,8 @@ async def test_a_viewer_joins_where_the_others_are_or_takes_the_feed_back() -> N
 async def test_a_slow_viewer_is_cut_and_the_others_are_not() -> None:
     aborted = []
     feed = Feed(UUID(int=1), FakeLog())  # type: ignore[arg-type]
-    slow, quick = Viewer(cursor=-1, most_bytes=500, abort=lambda: aborted.append("slow")), viewer(most_bytes=10**6)
+    slow, quick = viewer(most_bytes=500), viewer(most_bytes=10**6)
+    slow.abort = lambda: aborted.append("slow")
     feed.attach(slow)
     feed.attach(quick)
     for seq in range(20):

@@ -31,6 +31,21 @@ async def test_probes_answer_200_or_503_with_the_reason() -> None:
     assert alive.status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/metrics", "/other"])
+async def test_the_head_of_an_answer_is_the_answer_without_its_body(path: str) -> None:
+    async with health.serve(host="127.0.0.1", port=0, alive=fine, ready=fine) as port:
+        whole = await get(port, path)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(f"HEAD {path} HTTP/1.1\r\n\r\n".encode())
+        async with asyncio.timeout(10):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+
+    assert body == b""
+    assert head.split()[1] == str(whole.status_code).encode()
+    assert b"Content-Length: " in head
+
+
 async def test_metrics_are_in_the_form_of_prometheus_and_described() -> None:
     async with health.serve(host="127.0.0.1", port=0, alive=fine, ready=fine) as port:
         metrics = await get(port, "/metrics")

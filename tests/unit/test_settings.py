@@ -37,6 +37,22 @@ def test_values_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     assert read.log_level == "debug"
 
 
+def test_variables_that_only_sound_like_ours_are_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PORT", "3000"), ("HOST", "example"), ("NAME", "box"), ("NAMESPACE", "x"), ("LOG_LEVEL", "trace")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AGENTRUN_HEALTH_HOST", "::1")
+
+    read = settings.read()
+
+    assert (read.agent, read.host, read.port, read.log_level, read.health_host) == (
+        "default/agent",
+        "0.0.0.0",
+        8080,
+        "info",
+        "::1",
+    )
+
+
 def test_empty_switches_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRUN_HEALTH_PORT", "")
     monkeypatch.setenv("AGENTRUN_API_KEYS", "")
@@ -49,8 +65,9 @@ def test_empty_switches_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("variable", ["DATABASE_URL", "REDIS_URL", "AGENTRUN_MANIFEST"])
 def test_a_variable_that_is_needed_and_missing_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
-    for name in {"DATABASE_URL", "REDIS_URL", "AGENTRUN_MANIFEST"} - {variable}:
-        monkeypatch.setenv(name, "something")
+    given = {"DATABASE_URL": "postgresql://h/d", "REDIS_URL": "redis://h", "AGENTRUN_MANIFEST": "something"}
+    for name in set(given) - {variable}:
+        monkeypatch.setenv(name, given[name])
 
     with pytest.raises(ConfigurationError, match=f"^{variable} is not set; set it to "):
         settings.read("database_url", "redis_url", "manifest")
@@ -64,6 +81,62 @@ def test_a_wrong_value_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, vari
 
     with pytest.raises(ConfigurationError, match=f"^{variable} is '{value}': .*; correct it$"):
         settings.read()
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("foo", "no URL of Postgres; write postgresql://user@host/database"),
+        ("http://u:secret@h/d", "no URL of Postgres; write postgresql://user@host/database"),
+        ("postgresql+asyncpg://u:secret@h/d", "no URL of Postgres; write postgresql://user@host/database"),
+        ("postgresql://u:secret@h:abc/d", "the port is no number from 1 to 65535; correct it"),
+        ("postgresql://u:secret@h:5432,other:70000/d", "the port is no number from 1 to 65535; correct it"),
+        ("postgresql://u:secret@[::1]:x/d", "the port is no number from 1 to 65535; correct it"),
+        ("postgresql://u:secret@/d?host=/tmp&port=x", "the port is no number from 1 to 65535; correct it"),
+        ("postgresql://u:secret@[::1/d", "no URL: invalid IPv6 URL; correct it"),
+        (
+            "postgresql://u:secret@h/d?sslmode=wrong",
+            "sslmode means nothing; use one of disable, allow, prefer, require, verify-ca, verify-full",
+        ),
+    ],
+)
+def test_a_malformed_url_of_postgres_is_told_without_its_password(monkeypatch: pytest.MonkeyPatch, url: str, told: str) -> None:
+    monkeypatch.setenv("DATABASE_URL", url)
+
+    with pytest.raises(ConfigurationError) as refused:
+        settings.read("database_url")
+    assert str(refused.value) == f"DATABASE_URL: {told}"
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("foo", "no URL of Redis; write redis://host:6379/0, rediss://host:6379/0 or unix:///path"),
+        ("redis://:secret@h:abc/0", "the port is no number from 1 to 65535; correct it"),
+        ("redis://:secret@[::1", "no URL: invalid IPv6 URL; correct it"),
+    ],
+)
+def test_a_malformed_url_of_redis_is_told_without_its_password(monkeypatch: pytest.MonkeyPatch, url: str, told: str) -> None:
+    monkeypatch.setenv("REDIS_URL", url)
+
+    with pytest.raises(ConfigurationError) as refused:
+        settings.read("redis_url")
+    assert str(refused.value) == f"REDIS_URL: {told}"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:p%40ss@h:5432/d?sslmode=require&application_name=x",
+        "postgres://u@h1:5432,h2,[::1]:5433/d",
+        "postgresql://postgres@/postgres?host=%2Ftmp%2Fs&port=5433",
+        "postgresql:///d",
+    ],
+)
+def test_every_form_of_a_postgres_url_is_taken(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("DATABASE_URL", url)
+
+    assert settings.read("database_url").database_url == url
 
 
 def test_urls_with_passwords_stay_out_of_the_repr() -> None:

@@ -120,3 +120,71 @@ async def test_work_that_answers_too_little_is_an_error_of_all_its_members() -> 
     group: Group[int, int] = Group(forgetful, stage="test")
     with pytest.raises(RuntimeError, match="0 results for 1 items"):
         await group.submit(1)
+
+
+async def test_a_group_weighs_no_more_than_it_may_and_a_heavy_item_goes_alone() -> None:
+    work = Work()
+    group = Group(work, weigh=lambda item: item, most_weight=10, stage="test")
+    asked = asyncio.gather(*(group.submit(n) for n in (4, 6, 1, 99, 5, 5)))
+    await asyncio.sleep(0)
+    assert group.weight in (0, 120)
+    await asked
+    assert work.groups == [[4, 6], [1], [99], [5, 5]]
+    assert group.weight == 0
+
+
+async def test_the_weight_of_what_waits_is_known_and_a_cancelled_item_weighs_nothing_later() -> None:
+    work = Work()
+    work.open.clear()
+    group = Group(work, weigh=lambda item: item, stage="test")
+    tasks = [asyncio.create_task(group.submit(n)) for n in (1, 20, 300)]
+    await asyncio.sleep(0.01)
+    assert group.weight == 0  # all of them are on their way
+    tasks += [asyncio.create_task(group.submit(n)) for n in (20, 300)]
+    await asyncio.sleep(0.01)
+    assert group.weight == 320
+    tasks[-1].cancel()
+    work.open.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert group.weight == 0
+
+
+async def test_a_member_that_looks_like_an_outage_is_got_rid_of_by_smaller_groups() -> None:
+    """One item makes every statement that holds it take too long; those who ask again get through without it."""
+    sizes: list[int] = []
+
+    async def slow_with_13(items: Sequence[int]) -> list[int]:
+        sizes.append(len(items))
+        if 13 in items:
+            raise StoreUnavailable("no answer in time")
+        return list(items)
+
+    group: Group[int, int] = Group(slow_with_13, stage="test")
+
+    async def until_answered(item: int) -> int:
+        while True:
+            try:
+                return await group.submit(item)
+            except StoreUnavailable:
+                await asyncio.sleep(0)
+
+    tasks = {n: asyncio.create_task(until_answered(n)) for n in (*range(10), 13)}
+    async with asyncio.timeout(5):
+        assert await asyncio.gather(*(tasks[n] for n in range(10))) == list(range(10))
+    assert sizes[:3] == [11, 11, 11]  # an outage as such splits no group
+    assert not tasks[13].done()
+    tasks[13].cancel()
+    await asyncio.gather(tasks[13], return_exceptions=True)
+
+
+async def test_groups_grow_again_after_an_outage() -> None:
+    work = Work()
+    work.away = True
+    group = Group(work, stage="test")
+    for _ in range(12):
+        await asyncio.gather(*(group.submit(n) for n in range(4)), return_exceptions=True)
+    assert [len(one) for one in work.groups[-4:]] == [1, 1, 1, 1]
+    work.away = False
+    work.groups.clear()
+    await asyncio.gather(*(group.submit(n) for n in range(14, 29)))
+    assert [len(one) for one in work.groups] == [1, 2, 4, 8]

@@ -81,3 +81,18 @@ async def test_a_redis_that_hangs_holds_back_a_bounded_number() -> None:
     stream.open.set()
     await live.sent()
     assert stream.taken == list(range(11))
+
+
+async def test_a_redis_that_hangs_holds_back_a_bounded_number_of_bytes_and_gets_them_in_bounded_groups() -> None:
+    stream = Stream()
+    live = LiveStage(stream, most_bytes=500, group_bytes=250)
+    stream.open.clear()
+    live.put(RUN, [Event(0, 1, Kind.TEXT_DELTA, b"x" * 100)])
+    await asyncio.sleep(0)
+    live.put(RUN, [Event(seq, 1, Kind.TEXT_DELTA, b"x" * 100) for seq in range(1, 50)])
+    stream.open.set()
+    await live.sent()
+    assert stream.taken == list(range(6)) and stream.calls == 3
+    live.put(RUN, [Event(seq, 1, Kind.TEXT_DELTA, b"x" * 100) for seq in (50, 51)])
+    await live.sent()
+    assert stream.taken[-2:] == [50, 51]

@@ -13,7 +13,7 @@ from agentrun.domain.errors import Fenced
 from agentrun.domain.events import Event, Kind
 from agentrun.store.ids import new_id
 from agentrun.store.transitions import RESERVE, AttemptRef, Flush, LedgerRow
-from agentrun.worker.run_log import FlushLimits, RunLog
+from agentrun.worker.run_log import BUFFER_BYTES, FLUSH_BYTES, FlushLimits, RunLog
 
 ROW = LedgerRow(0, "m", 1, 0, 0, 1, 0, 0, 0, None, None, False)
 NEVER = FlushLimits(10_000, 1_000.0)
@@ -208,3 +208,18 @@ async def test_a_cancelled_flush_loses_nothing() -> None:
     await asyncio.gather(flushing, return_exceptions=True)
     async with log.end() as rest:
         assert [event.seq for event in rest.events] == [0] and rest.ledger == [ROW]
+
+
+async def test_large_events_are_stored_at_once_and_only_so_many_of_them_wait() -> None:
+    store = Store()
+    log = run_log(store, limits=FlushLimits(100, 1_000.0))
+    store.open.clear()
+    for _ in range(2 * BUFFER_BYTES // FLUSH_BYTES):
+        if log.room:
+            log.append(Kind.TEXT_DELTA, b"x" * FLUSH_BYTES)
+            await asyncio.sleep(0)
+    assert len(store.seen) == BUFFER_BYTES // FLUSH_BYTES and not log.room
+    store.open.set()
+    await eventually(lambda: store.stored == store.seen, within=2, what="they are stored")
+    assert log.room and len(store.flushes[0].events) == 1
+    log.abandon()

@@ -12,9 +12,11 @@ next attempt goes on behind the last finished step:
 The run's own messages are those saved and those stamped by this attempt; the history of earlier turns is never saved again.
 """
 
+import asyncio
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import msgspec
@@ -29,6 +31,7 @@ from pydantic_ai import (
     ModelRequestNode,
     ModelResponse,
     ModelSettings,
+    RequestUsage,
     RunUsage,
     TextPart,
     ThinkingPart,
@@ -60,6 +63,7 @@ from pydantic_graph import End
 
 from agentrun.agents.base import Context, Result, Turn, Usage
 from agentrun.agents.output import OutputWriter, TextItem, ToolCallItem, mend, mended
+from agentrun.costs.usage import whole
 
 CHARACTERS_PER_TOKEN = 4
 """How tokens of a call are guessed if its usage never came."""
@@ -75,6 +79,7 @@ class PydanticAIExecutor:
         self.model_settings = ModelSettings(**dict(model_settings)) if model_settings else None  # type: ignore[typeddict-item]
         self._held = AsyncExitStack()
         self._holds = False
+        self._entering = asyncio.Lock()
 
     async def execute(self, context: Context) -> Result:
         """Executes the run, or what is left of it after its last checkpoint."""
@@ -88,9 +93,12 @@ class PydanticAIExecutor:
 
     async def _hold_connections(self) -> None:
         """Keeps the provider's connections open between runs; a model given by name makes and closes its own in each run."""
-        if not self._holds and isinstance(self.agent.model, Model):
-            self._holds = True
-            await self._held.enter_async_context(self.agent.model)
+        if self._holds or not isinstance(self.agent.model, Model):
+            return
+        async with self._entering:
+            if not self._holds:
+                await self._held.enter_async_context(self.agent.model)
+                self._holds = True
 
 
 @dataclass
@@ -187,9 +195,9 @@ class _Attempt:
                 self._context.book_cut(_usage(run, partial, prompt=prompt, received=parts.received, cut=not whole))
             raise
         answers = [m for m in run.all_messages() if isinstance(m, ModelResponse) and id(m) not in before]
+        unbooked = [_usage(run, answer, prompt=prompt, received=parts.received) for answer in answers]
         for answer in answers:
             _mend_response(answer)
-        unbooked = [_usage(run, answer, prompt=prompt, received=parts.received) for answer in answers]
         try:
             await parts.finish([part for answer in answers for part in answer.parts])
             while unbooked:
@@ -342,21 +350,22 @@ def _usage(
 ) -> Usage:
     """What a call used: as the provider reported it, else guessed from the characters that went out and came in."""
     reported = answer.usage
-    measured = not cut and not reported.unmeasured_requests
-    guess_in = 0 if measured else -(-_size(prompt) // CHARACTERS_PER_TOKEN)
-    guess_out = 0 if measured else -(-received // CHARACTERS_PER_TOKEN)
-    return Usage(
+    usage = Usage(
         model=answer.model_name or run.ctx.deps.model.model_name,
         provider=answer.provider_name or run.ctx.deps.model.system,
-        input_tokens=reported.input_tokens or guess_in,
+        input_tokens=reported.input_tokens,
         cached_tokens=reported.cache_read_tokens,
         cache_write_tokens=reported.cache_write_tokens,
-        output_tokens=max(reported.output_tokens, guess_out),
+        output_tokens=reported.output_tokens,
         reasoning_tokens=reported.output_reasoning_tokens,
         audio_input_tokens=reported.input_audio_tokens,
         audio_output_tokens=reported.output_audio_tokens,
-        measured=measured,
-    )
+        measured=not cut and not reported.unmeasured_requests,
+    ).counted()
+    if usage.measured:
+        return usage
+    guess_in, guess_out = (-(-characters // CHARACTERS_PER_TOKEN) for characters in (_size(prompt), received))
+    return replace(usage, input_tokens=usage.input_tokens or guess_in, output_tokens=max(usage.output_tokens, guess_out))
 
 
 def _nothing_from(run: AgentRun[Any, Any]) -> ModelResponse:
@@ -389,11 +398,22 @@ def _size(messages: Iterable[ModelMessage]) -> int:
 
 def _mend_response(message: ModelResponse) -> None:
     """Makes an answer storable, in place: it is part of the run's history."""
+    _mend_usage(message.usage)
     for part in message.parts:
         if isinstance(part, TextPart | ThinkingPart):
             part.content = mend(part.content)
         elif isinstance(part, ToolCallPart) and part.args:
             part.args = mended(part.args)
+
+
+def _mend_usage(usage: RequestUsage) -> None:
+    """Figures that are none would keep the history from being read again."""
+    for one in fields(usage):
+        if one.name.endswith(("_tokens", "_requests")):
+            setattr(usage, one.name, whole(getattr(usage, one.name)))
+    if not isinstance(usage.audio_seconds, int | float) or not math.isfinite(usage.audio_seconds):
+        usage.audio_seconds = 0
+    usage.details = {str(name): whole(count) for name, count in (usage.details or {}).items()}
 
 
 def _mend_results(message: ModelMessage) -> None:

@@ -38,6 +38,18 @@ class ReadOnly(BusUnavailable):
     """This is a replica: after a failover, connections that were made before it still lead there."""
 
 
+class LoginRefused(BusUnavailable):
+    """The user or the password is wrong, or not yet known to this server."""
+
+
+class TooOld(BusMisconfigured):
+    """This Redis is below the oldest version that has what is needed."""
+
+
+class MayEvict(BusMisconfigured):
+    """maxmemory-policy lets this Redis drop keys."""
+
+
 class Pool(ConnectionPool):
     """At most `size` connections are in use; who comes later waits. Cancellation at any point loses no place."""
 
@@ -114,18 +126,14 @@ def new_connection(pool: ConnectionPool) -> Any:
     return pool.make_connection()  # type: ignore[no-untyped-call]
 
 
-def blocking(url: str) -> DedicatedConnection:
-    """A connection of its own for commands that block."""
-    return DedicatedConnection(pool(url))
-
-
 def script(redis: Redis, name: str) -> AsyncScript:
     """The Lua script of that name beside this module: sent as its digest, and loaded again when Redis does not know it."""
-    return redis.register_script(_source(name))
+    return redis.register_script(source(name))
 
 
 @cache
-def _source(name: str) -> str:
+def source(name: str) -> str:
+    """The text of that script."""
     return (files(__package__) / f"{name}.lua").read_text()
 
 
@@ -149,7 +157,7 @@ def _translated(seconds: float) -> Iterator[None]:
     try:
         yield
     except RedisError as error:
-        raise _ours(error) from error
+        raise translate(error) from error
     except TimeoutError as error:
         raise BusUnavailable(f"Redis did not answer within {seconds:g} s: see whether it hangs or is overloaded") from error
     except OSError as error:
@@ -168,9 +176,10 @@ def refusal(text: str) -> AgentrunError:
     return BusMisconfigured(f"Redis refuses a command: {text}; check the user's permissions and who else uses these keys")
 
 
-def _ours(error: RedisError) -> AgentrunError:
-    if isinstance(error, AuthenticationError):
-        return BusUnavailable(f"Redis refuses the login: {error}; check the user and password in REDIS_URL")
+def translate(error: RedisError) -> AgentrunError:
+    """The error of ours that says what an error of the library means."""
+    if isinstance(error, AuthenticationError) or "Authentication required" in str(error):  # the latter comes as a lost connection
+        return LoginRefused(f"Redis refuses the login: {error}; check the user and password in REDIS_URL")
     if isinstance(error, ResponseError):
         return refusal(_reply(error))
     if isinstance(error, BusyLoadingError):
@@ -198,12 +207,12 @@ async def check(redis: Redis) -> None:
             raise ReadOnly("Redis is a read-only replica: see that REDIS_URL leads to the primary")
     version = str(facts.get("redis_version", "0"))
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
-        raise BusMisconfigured(f"Redis is version {version}: use Redis 7.0 or later, or Valkey 8 or later")
+        raise TooOld(f"Redis is version {version}: use Redis 7.0 or later, or Valkey 8 or later")
     if "cluster" in (facts.get("redis_mode"), facts.get("server_mode")):
         raise BusMisconfigured("Redis runs in cluster mode, which is not supported: use a single primary, with replicas or not")
     policy = facts.get("maxmemory_policy", "not shown")
     if policy != "noeviction":
-        raise BusMisconfigured(
+        raise MayEvict(
             f"Redis' maxmemory-policy is {policy}, so it may drop the work stream under memory pressure: set it to noeviction"
         )
     if facts.get("loading"):

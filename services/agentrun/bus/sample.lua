@@ -1,9 +1,9 @@
--- What waits and what is being worked on, in one consistent look.
+-- What waits, what is being worked on, and who works, in one consistent look.
 -- The lag that Redis reports is empty after a deletion and wrong after trimming, so a short backlog is always counted;
 -- a long one is the reported lag, never more than the stream holds, or a bounded count if there is none.
 -- A missing stream or group is created at its beginning: workers at zero never would.
 -- KEYS: work stream.  ARGV: group, idle milliseconds, always count up to, count at most, look at most at pending entries.
--- Returns undelivered, pending, pending and idle that long.
+-- Returns undelivered, pending, pending and idle that long, then each consumer that holds entries and how many.
 local function read_group()
   for _, group in ipairs(redis.pcall('XINFO', 'GROUPS', KEYS[1])) do
     local facts = {}
@@ -36,5 +36,13 @@ if undelivered >= tonumber(ARGV[3]) then
     undelivered = count_forward(last, ARGV[4])
   end
 end
+if facts['pending'] == 0 then
+  return { undelivered, 0, 0 }
+end
 local idle = #redis.call('XPENDING', KEYS[1], ARGV[1], 'IDLE', ARGV[2], '-', '+', ARGV[5])
-return { undelivered, facts['pending'], idle }
+local answer = { undelivered, facts['pending'], idle }
+for _, held in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1])[4]) do
+  answer[#answer + 1] = held[1]
+  answer[#answer + 1] = tonumber(held[2])
+end
+return answer

@@ -4,13 +4,19 @@ While Postgres is away nobody can renew a lease, so right after an outage every 
 over until it has itself reached Postgres, without a break, for one whole lease: time enough for every living worker to renew. The
 count begins anew when the reaper starts, when Postgres starts, and when Postgres' clock jumps (a suspended machine, a corrected
 clock), since leases are measured by that clock.
+
+An answer is old when it arrives, and a request may be under way for long. So what a reaper does on the strength of its contact has an
+end, by Postgres' clock too (`good_until`): Postgres refuses what reaches it later.
 """
 
 from datetime import datetime, timedelta
 
 
 class Contact:
-    """The contact of one reaper. It is `steady` after one lease of successes that are at most `longest_gap` apart."""
+    """The contact of one loop, which asks one question after the other: answers come in order.
+
+    It is `steady` after one lease of successes that are at most `longest_gap` apart.
+    """
 
     def __init__(self, *, lease: timedelta, longest_gap: timedelta) -> None:
         self._lease = lease
@@ -33,3 +39,8 @@ class Contact:
     def steady(self) -> bool:
         """Whether an expired lease now means a dead attempt."""
         return self._since is not None and self._last is not None and self._last - self._since >= self._lease
+
+    @property
+    def good_until(self) -> datetime | None:
+        """Until when, by Postgres' clock, a steady contact counts; None if it is not steady."""
+        return self._last + self._longest_gap if self.steady and self._last is not None else None

@@ -9,6 +9,8 @@
 | running, lease alive         | ack                   | give back to its owner    |
 | running, lease expired       | leave to the reaper   | take over, then republish |
 
+A claim of a run that `runs_alone` waits until its worker holds nothing else; the worker keeps the entry meanwhile.
+
 A blocked run is published when its turn comes, so its entry may go. A worker that meets a run whose lease is alive holds a
 duplicate; the reaper that meets one holds the owner's own entry, only untouched for long.
 """
@@ -53,6 +55,16 @@ class Look(Protocol):
     def lease_alive(self) -> bool:
         """Whether the running attempt's lease is not past."""
         ...
+
+
+def runs_alone(lost: int, *, max_lost_attempts: int) -> bool:
+    """Whether a run with so many lost attempts is at its last chance: one more and it is put aside.
+
+    It has a worker for itself then. If that dies, the run did it, and no other run, which may be the one that kills workers, takes
+    it along. Earlier attempts share a worker, so that one lost node does not make all of its runs wait for each other. With a
+    single attempt every run would be at its last chance, so none is.
+    """
+    return max_lost_attempts > 1 and lost >= max_lost_attempts - 1
 
 
 def for_worker(look: Look | None) -> Action:

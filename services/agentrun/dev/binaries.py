@@ -23,13 +23,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from agentrun.dev.launch import Account
+from agentrun.domain.errors import AgentrunError
 
 POSTGRES_VARIABLE = "AGENTRUN_POSTGRES_BIN"
 REDIS_VARIABLE = "AGENTRUN_REDIS_SERVER"
 LASTING = Path("/var/tmp")
 
 
-class StoresError(RuntimeError):
+class StoresError(AgentrunError):
     """The stores cannot be started. The message is one line that says what to do."""
 
 

@@ -2,12 +2,22 @@
 
 import asyncio
 import sys
+import threading
 import time
+from dataclasses import dataclass
 from typing import Any, TextIO
 
-from agentrun.dev.client import Client
+from agentrun.dev.client import Client, RequestRefused
 from agentrun.domain.reducer import Transcript
+from agentrun.domain.states import FINAL, Outcome
 from agentrun.store.ids import new_id
+
+_ENDED: dict[str, str] = {
+    Outcome.RETRYING: "failed in a way that may pass",
+    Outcome.LOST: "was lost with its worker",
+    Outcome.HANDED_BACK: "was handed back by a worker that stopped",
+    Outcome.INTERRUPTED: "was ended because the run was",
+}
 
 
 class Screen:
@@ -31,47 +41,89 @@ class Screen:
         print(text, file=self._out, flush=True)
 
 
-async def ask(client: Client, screen: Screen, *, session: str, text: str, url: str) -> bool:
-    """Submits a message and prints the answer as it streams, then tokens, cost, run id and URLs. Whether the run succeeded."""
-    screen.line(f"\nyou    {text}")
-    run_id = await client.submit(session, text, key=str(new_id()))
-    screen.write("agent  ")
-    transcript = await _print_answer(client, screen, run_id)
-    run = await client.run(run_id)
-    screen.line()
-    if transcript.end != "completed":
-        error = (transcript.end_data or {}).get("error") or {}
-        screen.line(f"       {transcript.end}: {error.get('type', '')} {error.get('message', '')}".rstrip())
-    screen.line(f"\n{_summary(run, transcript)}")
-    screen.line(f"run     {run_id}")
-    screen.line(f"events  {url}{run['events_url']}")
-    screen.line(f"state   {url}/v1/runs/{run_id}")
-    return transcript.end == "completed"
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """One session with the gateway at `url`. `server` is where its model is asked, if that is known."""
+
+    client: Client
+    screen: Screen
+    session: str
+    url: str
+    server: str | None = None
+
+    async def ask(self, text: str) -> bool:
+        """Submits a message and prints the answer as it streams, then tokens, cost, run id and URLs. Whether the run succeeded."""
+        screen = self.screen
+        screen.line(f"\nyou    {text}")
+        run_id = await self.client.submit(self.session, text, key=str(new_id()))
+        screen.write("agent  ")
+        transcript = await self._print_answer(run_id)
+        run = await self.client.run(run_id)
+        screen.line()
+        if transcript.end != "completed":
+            screen.line(f"       {transcript.end}: {self._reason((transcript.end_data or {}).get('error') or {})}".rstrip(": "))
+        screen.line()
+        for name, value in [
+            *summary(run, transcript),
+            ("run", run_id),
+            ("events", f"{self.url}{run['events_url']}"),
+            ("state", f"{self.url}/v1/runs/{run_id}"),
+        ]:
+            screen.line(f"{name:<9}{value}")
+        return transcript.end == "completed"
+
+    async def prompt(self) -> None:
+        """Asks for messages until the end of input."""
+        self.screen.line("\nType a message, or Ctrl-D to stop.")
+        while (text := await _read_line("\n> ")) is not None:
+            if text.strip():
+                await self.ask(text.strip())
+
+    async def _print_answer(self, run_id: str) -> Transcript:
+        transcript, shown = Transcript(), ""
+        async for event in self.client.follow(run_id):
+            transcript.feed(event.seq, event.kind, event.data)
+            if event.kind == "restart":
+                self.screen.write(f"\n       [{await self._why_again(run_id, transcript.restarts)}]\n       ")
+                shown = ""
+            elif event.kind == "tool_arguments_done":
+                item = transcript.items[event.data["item"]]
+                self.screen.write(f"[{item.name} {item.text}] ")
+            text = transcript.text
+            self.screen.write(text[len(shown) :] if text.startswith(shown) else text)
+            shown = text
+        return transcript
+
+    async def _why_again(self, run_id: str, number: int) -> str:
+        """What became of the run's n-th attempt, and whether there will be another."""
+        try:
+            run = await self.client.run(run_id)
+        except RequestRefused:
+            return f"attempt {number} has ended"
+        outcome = next((one["outcome"] for one in run["attempts"] if one["attempt"] == number), "")
+        more = "" if run["status"] in FINAL else "; going on from the last checkpoint"
+        return f"attempt {number} {_ENDED.get(outcome, 'has ended')}{more}"
+
+    def _reason(self, error: dict[str, Any]) -> str:
+        text = f"{error.get('type', '')} {error.get('message', '')}".strip()
+        unreachable = error.get("type") in ("provider_unavailable", "timeout")
+        return f"{text} (asked: {self.server})" if unreachable and self.server else text
 
 
-async def _print_answer(client: Client, screen: Screen, run_id: str) -> Transcript:
-    transcript, shown = Transcript(), ""
-    async for event in client.follow(run_id):
-        transcript.feed(event.seq, event.kind, event.data)
-        if event.kind == "restart":
-            screen.write("\n       [a worker was lost; going on from the last checkpoint]\n       ")
-            shown = ""
-        elif event.kind == "tool_arguments_done":
-            item = transcript.items[event.data["item"]]
-            screen.write(f"[{item.name} {item.text}] ")
-        text = transcript.text
-        screen.write(text[len(shown) :] if text.startswith(shown) else text)
-        shown = text
-    return transcript
-
-
-def _summary(run: dict[str, Any], transcript: Transcript) -> str:
+def summary(run: dict[str, Any], transcript: Transcript) -> list[tuple[str, str]]:
+    """What a run used, as names and values."""
     usage = run["usage"]
-    cost = "unknown (no price for this model)" if usage["cost_usd"] is None else f"${usage['cost_usd']}"
+    calls = f"{usage['calls']} model call{'' if usage['calls'] == 1 else 's'}"
+    if usage["calls"] == 0:
+        cost = "nothing: no model was asked"
+    elif usage["cost_usd"] is None:
+        cost = "unknown (no price for this model)"
+    else:
+        cost = f"${usage['cost_usd']}"
     if "demo" in usage["price_ids"]:
         cost += " (a pretend price: this is a demo model)"
-    tokens = f"tokens  {usage['input_tokens']} in, {usage['output_tokens']} out, {usage['calls']} model call(s)"
-    return f"{tokens}\ncost    {cost}" + (f"\nattempts {len(run['attempts'])}" if transcript.restarts else "")
+    rows = [("tokens", f"{usage['input_tokens']} in, {usage['output_tokens']} out, {calls}"), ("cost", cost)]
+    return [*rows, ("attempts", str(len(run["attempts"])))] if transcript.restarts else rows
 
 
 async def finish_earlier(client: Client, screen: Screen, run_ids: list[str]) -> None:
@@ -83,21 +135,8 @@ async def finish_earlier(client: Client, screen: Screen, run_ids: list[str]) -> 
         screen.step("recovered", f"run {run_id} of an earlier start: {transcript.end}, {len(transcript.text)} characters")
 
 
-async def prompt(client: Client, screen: Screen, *, session: str, url: str) -> None:
-    """Asks for messages until the end of input."""
-    screen.line("\nType a message, or Ctrl-D to stop.")
-    while True:
-        text = await _read_line("\n> ")
-        if text is None:
-            return
-        if text.strip():
-            await ask(client, screen, session=session, text=text.strip(), url=url)
-
-
 async def _read_line(label: str) -> str | None:
     """A line from the terminal, None at its end. Reads in a daemon thread, which does not keep the process from ending."""
-    import threading
-
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[str | None] = loop.create_future()
 

@@ -1,152 +1,173 @@
 """Everything on one machine: stores from wheels, gateway and scheduler in this process, workers as child processes.
 
 The same manifests and the same code as in a cluster; `control.scaling` decides how many workers there are.
-Ctrl-C ends it in order. Killed, it leaves nothing behind: the stores' keeper and the workers end with it, and the next start finds
-the data and finishes what was unfinished.
+Ctrl-C ends it in order, a second one at once. Killed, it leaves nothing behind: the stores' keeper and the workers end with it, and the
+next start finds the data and finishes what was unfinished.
 """
 
 import asyncio
 import contextlib
-import os
 import secrets
-import signal
-import socket
-import sys
-import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
-import yaml
-
-from agentrun.bus import connection, lag
-from agentrun.bus.keys import Keys
-from agentrun.control.scaling import Bounds, Memory, desired_workers
 from agentrun.dev import conversation
+from agentrun.dev.binaries import StoresError
 from agentrun.dev.client import Client
-from agentrun.dev.conversation import Screen
+from agentrun.dev.conversation import Conversation, Screen
+from agentrun.dev.key import dev_key
+from agentrun.dev.options import Options, model_server, port_of, settings_of, state_folder, with_model, worker_environment
+from agentrun.dev.scaling import scaled
+from agentrun.dev.stopping import Stopping
 from agentrun.dev.stores import Stores, StoreUrls
 from agentrun.dev.workers import Workers
-from agentrun.domain.errors import AgentrunError, ManifestError
-from agentrun.domain.keys import RANDOM_BYTES, Scope, generate, record_line
+from agentrun.domain.errors import AgentrunError, ConfigurationError, ManifestError, SchemaMismatch
 from agentrun.gateway import process as gateway_process
-from agentrun.maintenance.supervise import Supervisor
-from agentrun.manifests import AgentRun, parse
+from agentrun.manifests import AgentRun
 from agentrun.scheduler import process as scheduler_process
-from agentrun.settings import Settings, environment_of
+from agentrun.settings import Settings
 from agentrun.store import migrations
 from agentrun.telemetry import set_up_logs
 
-USUAL_PORT = 8080
-SCALE_SECONDS = 0.25
 RECOVERY_MARGIN_SECONDS = 30.0
 GRACE_MARGIN_SECONDS = 15.0
+WATCH_SECONDS = 0.2
+MOST_FAILED_STARTS = 3
 GREETING = "Hello! What are you, and what happens to my message here?"
-
-_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """How `agentrun dev` was called.
+class Plan:
+    """What is to run: the AgentRun with its settings, without the stores' URLs as long as they are not known."""
 
-    Without a `port`: the usual one, or any. `model` replaces the manifest's, `base_url` is an OpenAI-compatible server for it.
-    """
-
-    manifest: Path
+    agent_run: AgentRun
+    options: Options
     state: Path
-    port: int | None = None
-    message: str | None = None
-    model: str | None = None
-    base_url: str | None = None
-
-    @property
-    def interactive(self) -> bool:
-        """Whether to stay as a prompt."""
-        return self.message is None and sys.stdin.isatty()
+    settings: Settings
 
 
-def main(agent_run: AgentRun, options: Options) -> int:
-    """Runs the stack; returns the exit code: 0, or 1 if the message's run did not succeed. Raises AgentrunError."""
-    options = replace(options, manifest=options.manifest.resolve(), state=options.state.resolve())
-    with _log_file(options.state):
-        code_folder = options.manifest.parent
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What runs. `ready` is set once a worker takes work; `parts` are tasks of this process, none of which ends by itself."""
+
+    client: Client
+    key: str
+    url: str
+    server: str | None
+    stores: Stores
+    workers: Workers
+    ready: asyncio.Event
+    parts: tuple[asyncio.Task[None], ...]
+
+    async def failure(self) -> AgentrunError:
+        """Waits until something has ended that must not, and says why. Raises what a part raised."""
+        while True:
+            if why := self.stores.ended():
+                return StoresError(f"the stores have ended: {why}")
+            if self.workers.refused.is_set():
+                return ManifestError(self.workers.last_words())
+            if not self.ready.is_set() and self.workers.failed_starts >= MOST_FAILED_STARTS:
+                return AgentrunError(f"no worker gets started: {self.workers.last_words()}; see {self.workers.log}")
+            for part in self.parts:
+                if part.done():
+                    part.result()
+                    return AgentrunError(f"the {part.get_name()} has ended; see agentrun.log in the state folder")
+            await asyncio.sleep(WATCH_SECONDS)
+
+
+def main(agent_run: AgentRun, options: Options, settings: Settings) -> int:
+    """Runs the stack with the settings of the environment; returns the exit code: 0, 1 if the message's run did not succeed, 130 if it
+    was ended at once. Raises AgentrunError.
+    """
+    if agent_run.spec.suspend:
+        raise ManifestError(f"{options.manifest}: spec.suspend: is true, so no message would be taken; set it to false")
+    if options.serve and options.message is not None:
+        raise ConfigurationError("--serve: sends no message, but --message gives one; leave one of them out")
+    state, port = state_folder(options, agent_run), port_of(options)
+    with _log_file(state, settings.log_level):
+        manifest = options.manifest.resolve()
         if options.model is not None:
-            agent_run, path = with_model(agent_run, options.model, options.state)
-            options = replace(options, manifest=path)
+            agent_run, manifest = with_model(agent_run, options.model, state)
+        settings = settings_of(settings, agent_run, manifest=manifest, state=state, port=port)
         with contextlib.suppress(KeyboardInterrupt):
-            return asyncio.run(_run(agent_run, options, _worker_environment(options, code_folder)))
+            return asyncio.run(_run(Plan(agent_run, options, state, settings)))
     return 130
 
 
-def with_model(agent_run: AgentRun, model: str, state: Path) -> tuple[AgentRun, Path]:
-    """The same AgentRun with another model, and the file that says so. Raises ManifestError if it is not provider:name."""
-    document = agent_run.as_document()
-    agent = document["spec"]["agent"]
-    agent.pop("entrypoint", None)
-    agent.pop("modelSettings", None)
-    agent["model"] = model
-    text = yaml.safe_dump(document, sort_keys=False)
-    (changed,) = parse(text, source="--model")
-    path = state / "agentrun.yaml"
-    path.write_text(text, encoding="utf-8")
-    return changed, path
-
-
 @contextlib.contextmanager
-def _log_file(state: Path) -> Iterator[None]:
+def _log_file(state: Path, level: str) -> Iterator[None]:
     """Logs of this process go to a file of the state folder: the terminal is for the conversation."""
     try:
         state.mkdir(parents=True, exist_ok=True)
         out = (state / "agentrun.log").open("a", encoding="utf-8")
     except OSError as error:
-        raise AgentrunError(f"{state}: {error.strerror}; name a state folder that can be written to") from None
+        raise ConfigurationError(f"--state: {state}: {error.strerror}; name a folder that can be written to") from None
     with out:
-        set_up_logs(level=os.environ.get("AGENTRUN_LOG_LEVEL", "info"), form="json", out=out, process="dev")
+        set_up_logs(level=level, form="json", out=out, process="dev")
         yield
 
 
-async def _run(agent_run: AgentRun, options: Options, environment: dict[str, str]) -> int:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    screen = Screen()
-    async with _stack(agent_run, options, environment, screen) as (client, url, workers):
-        talking = asyncio.create_task(_talk(agent_run, options, screen, client, url))
-        waits = [asyncio.create_task(stop.wait()), asyncio.create_task(workers.refused.wait())]
-        await asyncio.wait([talking, *waits], return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
+async def _run(plan: Plan) -> int:
+    stopping, screen = Stopping(), Screen()
+    stopping.listen()
+    code = 0
+    async with _stack(plan, screen, stopping) as stack:
+        if stack is not None:
+            code = await _until_the_end(plan, stack, screen, stopping)
+    return 130 if stopping.at_once.is_set() else code
+
+
+async def _until_the_end(plan: Plan, stack: Stack, screen: Screen, stopping: Stopping) -> int:
+    """Talks until the conversation ends, a stop is asked for, or a part fails; the exit code. Raises AgentrunError."""
+    talking = asyncio.create_task(_talk(plan, stack, screen))
+    failing = asyncio.create_task(stack.failure())
+    asked = asyncio.create_task(stopping.asked.wait())
+    tasks: list[asyncio.Task[Any]] = [talking, failing, asked]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            screen.line()
+            error = failing.result()
+            if isinstance(error, StoresError):
+                stopping.at_once.set()  # nothing can be finished or handed back
+            raise error
         if talking.done():
-            return 0 if await talking else 1
-        talking.cancel()
-        await asyncio.gather(talking, return_exceptions=True)
+            return 0 if talking.result() else 1
         screen.line()
-        if workers.refused.is_set():
-            raise ManifestError(workers.last_words())
-        screen.step("stopping", "letting workers finish or hand back")
+        seconds = plan.agent_run.spec.workers.drain_seconds
+        screen.step("stopping", f"up to {seconds} s for workers to finish or hand back; Ctrl-C again to stop at once")
         return 0
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _talk(agent_run: AgentRun, options: Options, screen: Screen, client: Client, url: str) -> bool:
-    """The conversation; whether the first message's run succeeded."""
-    earlier = await client.unfinished()
+async def _talk(plan: Plan, stack: Stack, screen: Screen) -> bool:
+    """The conversation; whether the first message's run succeeded. Nothing is submitted before a worker could load the agent."""
+    await stack.ready.wait()
+    earlier = await stack.client.unfinished()
     if earlier:
         screen.step("recovering", f"{len(earlier)} run(s) of an earlier start are unfinished")
-    recovery = asyncio.create_task(conversation.finish_earlier(client, screen, earlier))
+    recovery = asyncio.create_task(conversation.finish_earlier(stack.client, screen, earlier))
+    options = plan.options
     try:
-        session = f"dev-{secrets.token_hex(4)}"
+        if options.serve:
+            screen.line(f"\nServing until Ctrl-C. For another terminal:\n\n    URL={stack.url} KEY={stack.key}\n")
+            await asyncio.gather(recovery, return_exceptions=True)
+            await asyncio.Event().wait()
+        talk = Conversation(stack.client, screen, f"dev-{secrets.token_hex(4)}", stack.url, stack.server)
         if options.interactive:
-            await conversation.ask(client, screen, session=session, text=GREETING, url=url)
-            await conversation.prompt(client, screen, session=session, url=url)
+            await talk.ask(GREETING)
+            await talk.prompt()
             return True
-        succeeded = await conversation.ask(client, screen, session=session, text=options.message or GREETING, url=url)
-        async with asyncio.timeout(agent_run.spec.workers.max_run_seconds + RECOVERY_MARGIN_SECONDS):
-            await recovery
+        succeeded = await talk.ask(options.message or GREETING)
+        try:
+            await asyncio.wait_for(recovery, plan.agent_run.spec.workers.max_run_seconds + RECOVERY_MARGIN_SECONDS)
+        except TimeoutError:
+            screen.step("recovering", "not finished in time; the next start goes on")
         return succeeded
     finally:
         recovery.cancel()
@@ -154,38 +175,64 @@ async def _talk(agent_run: AgentRun, options: Options, screen: Screen, client: C
 
 
 @contextlib.asynccontextmanager
-async def _stack(
-    agent_run: AgentRun, options: Options, environment: dict[str, str], screen: Screen
-) -> AsyncIterator[tuple[Client, str, Workers]]:
-    """Starts the parts in their order, with a line for each, and ends them in the opposite one."""
-    stores = Stores(options.state)
-    urls = await asyncio.to_thread(stores.start)
+async def _stack(plan: Plan, screen: Screen, stopping: Stopping) -> AsyncIterator[Stack | None]:
+    """Starts the parts in their order, with a line for each, and ends them in the opposite one. None: a stop was asked for meanwhile."""
+    stores = Stores(plan.state)
+    urls = await _started(stores, stopping)
+    if urls is None:
+        yield None
+        return
     try:
         screen.step("stores", _describe(urls))
-        settings = _settings(agent_run, options, urls)
-        applied = await migrations.migrate(urls.database_url, owner=settings.agent, say=lambda _: None)
+        settings = plan.settings.model_copy(update={"database_url": urls.database_url, "redis_url": urls.redis_url})
+        applied = await _migrate(settings, plan.state, own=urls.keeper_pid is not None)
         screen.step("schema", f"version {migrations.LATEST}" + (f", {applied} migration(s) applied" if applied else ""))
-        key = _dev_key(options.state)
-        workers = Workers(
-            environment_of(settings, base=environment),
-            options.state / "workers.log",
-            grace_seconds=agent_run.spec.workers.drain_seconds + GRACE_MARGIN_SECONDS,
-        )
-        async with _processes(settings, agent_run, workers, screen) as url:
-            client = Client(url, key)
-            try:
-                screen.step("key", f"Authorization: Bearer {key}")
-                yield client, url, workers
-            finally:
-                await client.aclose()
+        key = dev_key(plan.state)
+        environment = worker_environment(settings, plan.options)
+        grace = plan.agent_run.spec.workers.drain_seconds + GRACE_MARGIN_SECONDS
+        workers = Workers(environment, plan.state / "workers.log", grace_seconds=grace)
+        async with (
+            _processes(settings, plan.agent_run, screen) as (url, parts),
+            contextlib.aclosing(Client(url, key)) as client,
+            scaled(workers, settings, plan.agent_run, screen, at_once=stopping.at_once) as ready,
+        ):
+            screen.step("key", f"Authorization: Bearer {key}")
+            yield Stack(client, key, url, model_server(plan.agent_run, environment), stores, workers, ready, parts)
     finally:
         await asyncio.to_thread(stores.stop)
-        screen.step("stopped", f"data stays in {options.state}")
+        screen.step("stopped", f"data stays in {plan.state}")
+
+
+async def _started(stores: Stores, stopping: Stopping) -> StoreUrls | None:
+    """Starts the stores, which may take long after a crash; None if a stop was asked for meanwhile."""
+    starting = asyncio.create_task(asyncio.to_thread(stores.start))
+    asked = asyncio.create_task(stopping.asked.wait())
+    await asyncio.wait([starting, asked], return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if not starting.done():
+        stores.give_up()
+    try:
+        return await starting
+    except StoresError:
+        if stopping.asked.is_set():
+            return None
+        raise
+
+
+async def _migrate(settings: Settings, state: Path, *, own: bool) -> int:
+    try:
+        return await migrations.migrate(settings.database_url, owner=settings.agent, say=lambda _: None)
+    except SchemaMismatch as error:
+        if own:
+            raise SchemaMismatch(f"{state}: {error}, which is another folder named with --state") from error
+        raise
 
 
 @contextlib.asynccontextmanager
-async def _processes(settings: Settings, agent_run: AgentRun, workers: Workers, screen: Screen) -> AsyncIterator[str]:
-    """Gateway, scheduler and workers; yields the gateway's URL."""
+async def _processes(
+    settings: Settings, agent_run: AgentRun, screen: Screen
+) -> AsyncIterator[tuple[str, tuple[asyncio.Task[None], ...]]]:
+    """Gateway and scheduler; yields the gateway's URL and the two tasks."""
     stop = asyncio.Event()
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     gateway = asyncio.create_task(
@@ -201,71 +248,10 @@ async def _processes(settings: Settings, agent_run: AgentRun, workers: Workers, 
         url = f"http://{settings.host}:{await listening}"
         screen.step("gateway", url)
         screen.step("scheduler", "reaper and sweep")
-        async with _scaled(workers, settings, agent_run, screen):
-            yield url
+        yield url, (gateway, scheduler)
     finally:
         stop.set()
         await asyncio.gather(gateway, scheduler, return_exceptions=True)
-
-
-@contextlib.asynccontextmanager
-async def _scaled(workers: Workers, settings: Settings, agent_run: AgentRun, screen: Screen) -> AsyncIterator[None]:
-    """Workers that follow demand, measured as in a cluster."""
-    spec = agent_run.spec
-    bounds = Bounds(
-        spec.workers.min_replicas,
-        spec.workers.max_replicas,
-        spec.scaling.target_per_worker,
-        spec.scaling.scale_down_stabilization_seconds,
-        spec.scaling.cooldown_seconds,
-    )
-    redis = await connection.connect(settings.redis_url)
-    keys = Keys(settings.namespace, settings.name)
-    memory, told = Memory(), -1
-
-    async def scale() -> None:
-        nonlocal memory, told
-        demand = await lag.sample(redis, keys, spec.reaper.idle_seconds * 1000)
-        decision = desired_workers(
-            demand.total if demand else None, current=workers.running, bounds=bounds, now=time.monotonic(), memory=memory
-        )
-        memory = decision.memory
-        workers.scale(decision.workers)
-        if workers.running != told:
-            told = workers.running
-            _log.info("workers", running=told, why=decision.why)
-
-    supervisor = Supervisor()
-    supervisor.every("scale", SCALE_SECONDS, scale)
-    workers.scale(max(1, bounds.min_replicas))  # one is warm when the first message comes; it leaves after the cooldown
-    screen.step("workers", f"{bounds.min_replicas} to {bounds.max_replicas}, as work comes")
-    try:
-        yield
-    finally:
-        await supervisor.stop()
-        await workers.stop()
-        await redis.aclose()
-
-
-def _settings(agent_run: AgentRun, options: Options, urls: StoreUrls) -> Settings:
-    return Settings(
-        namespace=agent_run.metadata.namespace,
-        name=agent_run.metadata.name,
-        manifest=options.manifest,
-        database_url=urls.database_url,
-        redis_url=urls.redis_url,
-        api_keys=options.state / "api-keys",
-        host="127.0.0.1",
-        port=_free_port() if options.port is None else options.port,
-        health_port=None,
-    )
-
-
-def _free_port() -> int:
-    """The usual port, or 0 (any) where somebody has it."""
-    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", USUAL_PORT)):
-        return USUAL_PORT
-    return 0
 
 
 def _describe(urls: StoreUrls) -> str:
@@ -274,30 +260,3 @@ def _describe(urls: StoreUrls) -> str:
         if urls.keeper_pid is None
         else "Postgres and Valkey, on this machine only"
     )
-
-
-def _worker_environment(options: Options, code_folder: Path) -> dict[str, str]:
-    """Where workers find the manifest's modules, and the server for its model."""
-    path = os.pathsep.join(filter(None, [str(code_folder), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    if options.base_url is not None:
-        environment["OPENAI_BASE_URL"] = options.base_url
-        environment.setdefault("OPENAI_API_KEY", "none")
-    return environment
-
-
-def _dev_key(state: Path) -> str:
-    """The key of this state folder, made at the first start; only its owner can read it."""
-    plain, hashed = state / "dev-key", state / "api-keys"
-    with contextlib.suppress(OSError):
-        return plain.read_text(encoding="utf-8").strip()
-    key, record = generate(
-        secrets.token_bytes(RANDOM_BYTES),
-        user="dev",
-        scopes=[Scope.ACT_AS, Scope.ADMIN],
-        created=datetime.now(UTC).replace(microsecond=0),
-    )
-    for path, text in ((hashed, record_line(record) + "\n"), (plain, key + "\n")):
-        path.touch(mode=0o600, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    return key

@@ -62,6 +62,7 @@ class Stores:
         self.state = state.expanduser().resolve()
         self._settings = settings or StoreSettings()
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
 
     def start(self) -> StoreUrls:
         """Returns when both answer. Raises StoresError: no programs, folder in use, another major, a failed start."""
@@ -72,7 +73,8 @@ class Stores:
             # Root's Postgres runs as another account, which must be able to pass.
             self.state.parent.mkdir(parents=True, exist_ok=True)
             self.state.mkdir(mode=0o700 if os.getuid() else 0o711, exist_ok=True)
-            log = (self.state / "keeper.log").open("ab")
+            log = self._log.open("ab")
+            self._log_start = log.tell()
         except OSError as error:
             raise StoresError(f"{self.state}: {error.strerror}: name a state folder that can be written to") from error
         settings = {"postgres": dict(self._settings.postgres), "redis": dict(self._settings.redis)}
@@ -88,11 +90,17 @@ class Stores:
         try:
             told = json.loads(self._keeper.stdout.readline() or "{}")
             if "error" in told or not told:
-                raise StoresError(told.get("error", f"the keeper of the stores died: see {self.state / 'keeper.log'}"))
+                raise StoresError(told.get("error", f"the keeper of the stores died: see {self._log}"))
             return StoreUrls(**{**given, **told}, keeper_pid=self._keeper.pid)
         except BaseException:
             self.stop()
             raise
+
+    def give_up(self) -> None:
+        """Makes a `start` that is under way in another thread fail soon."""
+        keeper = self._keeper
+        if keeper is not None and keeper.stdin is not None:
+            keeper.stdin.close()
 
     def stop(self) -> None:
         """Stops the servers and waits for their end. Does nothing the second time."""
@@ -112,6 +120,19 @@ class Stores:
     def running(self) -> bool:
         """False once a server, or the keeper, has ended by itself; keeper.log says why."""
         return self._keeper is not None and self._keeper.poll() is None
+
+    def ended(self) -> str | None:
+        """Why the stores that were started have ended by themselves, in one line; None while they have not."""
+        if self._keeper is None or self.running():
+            return None
+        with self._log.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        return lines[-1] if lines else f"their keeper ended with {self._keeper.returncode} and said nothing"
+
+    @property
+    def _log(self) -> Path:
+        return self.state / "keeper.log"
 
     def __enter__(self) -> StoreUrls:
         return self.start()

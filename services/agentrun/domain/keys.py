@@ -19,6 +19,8 @@ from enum import StrEnum
 
 import msgspec
 
+from agentrun.domain.text import NAME_RULE, is_name
+
 RANDOM_BYTES = 42
 """How many random bytes `generate` needs: 10 for the id, 32 for the secret."""
 
@@ -55,12 +57,12 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 def generate(randomness: bytes, *, user: str, scopes: Iterable[Scope], created: datetime) -> tuple[str, KeyRecord]:
     """A new key, shown once, and the record to be stored.
 
-    Raises ValueError unless there are RANDOM_BYTES bytes of randomness, a user, and a `created` with a time zone.
+    Raises ValueError unless there are RANDOM_BYTES bytes of randomness, a user with a proper name, and a `created` with a time zone.
     """
     if len(randomness) != RANDOM_BYTES:
         raise ValueError(f"a key is made of {RANDOM_BYTES} random bytes, not {len(randomness)}")
-    if not user.strip():
-        raise ValueError("a key belongs to a user; give a name that is not empty")
+    if not is_name(user):
+        raise ValueError(f"a key belongs to a user; give a name of {NAME_RULE}")
     if created.tzinfo is None:
         raise ValueError("created must have a time zone")
     key_id, secret = _letters(randomness[:10]), _letters(randomness[10:])
@@ -83,7 +85,7 @@ def parse_records(text: str) -> dict[str, KeyRecord]:
             read = msgspec.json.decode(line.encode(), type=_Line)
         except (msgspec.DecodeError, UnicodeEncodeError) as error:
             raise ValueError(f"line {number}: not a key record: {error}; make one with agentrun keys create") from None
-        if not re.fullmatch("[0-9a-f]{64}", read.hash) or not read.user:
+        if not re.fullmatch("[0-9a-f]{64}", read.hash) or not is_name(read.user):
             raise ValueError(f"line {number}: hash or user is not valid; make a record with agentrun keys create")
         if read.id in records:
             raise ValueError(f"line {number}: the id {read.id} is there twice; remove one of the lines")

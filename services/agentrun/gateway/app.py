@@ -1,17 +1,20 @@
 """The HTTP application: its routes, and how everything that goes wrong becomes a problem document."""
 
+from collections.abc import Sequence
+
 import structlog
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import Scope
 
 from agentrun import __version__
 from agentrun.domain.errors import StoreUnavailable
 from agentrun.gateway import openapi
-from agentrun.gateway.context import Gateway
+from agentrun.gateway.context import SESSION_RULE, Gateway
 from agentrun.gateway.entrance import Entrance
 from agentrun.gateway.problems import (
     INTERNAL,
@@ -24,6 +27,8 @@ from agentrun.gateway.problems import (
 )
 from agentrun.gateway.routes import events, health, runs, sessions, submit
 
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+
 _log = structlog.get_logger(__name__)
 
 
@@ -32,7 +37,11 @@ def create_app(gateway: Gateway) -> FastAPI:
     app = FastAPI(
         title="agentrun",
         version=__version__,
-        description="Durable runs of LLM agents. Errors are RFC 9457 problem documents.",
+        description=(
+            "Durable runs of LLM agents. Errors are RFC 9457 problem documents. Whatever the address, a request that is not HTTP is "
+            "answered with malformed_request, one that does not arrive in time with request_timeout, one with too many or too large "
+            "headers with headers_too_large."
+        ),
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -41,16 +50,26 @@ def create_app(gateway: Gateway) -> FastAPI:
     submitting = submit.Submit(gateway)
     app.router.routes.extend(
         [
-            Route("/v1/sessions/{session}/messages", submitting, methods=["POST"], include_in_schema=False),
-            Route("/v1/runs", submitting, methods=["POST"], include_in_schema=False),
-            Route("/v1/runs/{run_id}/events", events.Events(gateway), methods=["GET"], include_in_schema=False),
+            PlainRoute("/v1/sessions/{session}/messages", submitting, methods=["POST"], include_in_schema=False),
+            PlainRoute("/v1/runs", submitting, methods=["POST"], include_in_schema=False),
+            PlainRoute("/v1/runs/{run_id}/events", events.Events(gateway), methods=["GET"], include_in_schema=False),
         ]
     )
+    app.state.gateway = gateway
     for router in (runs.router(gateway), sessions.router(gateway), health.router(gateway)):
         app.include_router(router)
     _answer_problems(app)
     openapi.describe(app)
     return app
+
+
+class PlainRoute(Route):
+    """A route of the hot path, which FastAPI does not see. Like FastAPI's own it says in the scope which route was taken."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Whether the request is meant for it, and what it adds to the scope."""
+        match, found = super().matches(scope)
+        return match, {**found, "route": self} if match is not Match.NONE else found
 
 
 def _answer_problems(app: FastAPI) -> None:
@@ -71,17 +90,24 @@ def _answer_problems(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         path = request.url.path
+        if error.status_code == 404 and path.startswith("/v1/sessions/") and b"%2f" in request.scope["raw_path"].lower():
+            return _Answer(Problem(INVALID_PARAMETER, f"An encoded `/` separates like any other. {SESSION_RULE}"))
         if error.status_code == 404:
             return _Answer(Problem(NOT_FOUND, f"There is no {path} here. The addresses are in /openapi.json."))
         if error.status_code == 405:
             detail = f"{path} does not take {request.method}. The addresses are in /openapi.json."
-            return _Answer(Problem(METHOD_NOT_ALLOWED, detail, headers=error.headers))
+            return _Answer(Problem(METHOD_NOT_ALLOWED, detail, headers={"Allow": ", ".join(_taken(app.routes, request.scope))}))
         return _Answer(Problem(INVALID_PARAMETER, str(error.detail)))
 
     @app.exception_handler(Exception)
     async def fault(_request: Request, _error: Exception) -> Response:
         # Starlette raises it again after this answer, so the server logs it with its trace.
         return _Answer(Problem(INTERNAL, "This is a fault of the gateway; its log says more."))
+
+
+def _taken(routes: Sequence[BaseRoute], scope: Scope) -> list[str]:
+    """The methods that an address takes, by all its routes."""
+    return [method for method in METHODS if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)]
 
 
 class _Answer(Response):

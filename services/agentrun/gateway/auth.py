@@ -4,6 +4,7 @@ A key belongs to a user. With the scope `act-as` it may name the end user in `X-
 `admin`, and no user named, it sees every user's data.
 """
 
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,13 @@ from starlette.types import Scope as HttpScope
 
 from agentrun.domain import keys
 from agentrun.domain.errors import ConfigurationError
-from agentrun.domain.text import unstorable
-from agentrun.gateway.problems import FORBIDDEN, INVALID_HEADER, UNAUTHENTICATED, Problem
+from agentrun.domain.text import NAME_RULE, is_name
+from agentrun.gateway.problems import FORBIDDEN, INVALID_HEADER, INVALID_PARAMETER, UNAUTHENTICATED, Problem
 
 USER_HEADER = "X-Agentrun-User"
-MAX_USER = 255
 LOOK_SECONDS = 1.0
+
+_SCHEME = re.compile("[A-Za-z][A-Za-z0-9-]{0,19}")
 
 _log = structlog.get_logger(__name__)
 
@@ -34,6 +36,16 @@ class Caller:
     def sees(self) -> str | None:
         """The one user whose data this caller sees; None: everybody's."""
         return None if self.admin else self.user
+
+    def asking_for(self, user: str | None) -> str | None:
+        """The one user whose data a request is about that names `user` in `?user=`; None: everybody's. Raises Problem."""
+        if user is None:
+            return self.sees
+        if not is_name(user):
+            raise Problem(INVALID_PARAMETER, f"`user` has {NAME_RULE}.")
+        if not self.may_see(user):
+            raise Problem(FORBIDDEN, "This key has no scope `admin`. Leave `user` out or use a key that has it.")
+        return user
 
     def may_see(self, user: str) -> bool:
         """Whether data of `user` may be shown."""
@@ -73,9 +85,16 @@ class Authenticator:
     def _verify(self, presented: list[bytes]) -> keys.KeyRecord:
         self._reload()
         if len(presented) != 1:
-            raise _unauthenticated("Send your API key as `Authorization: Bearer ar_…`.")
-        scheme, _, token = presented[0].decode("latin-1").partition(" ")
-        record = keys.verify(token.strip(), self._records) if scheme.lower() == "bearer" else None
+            raise _unauthenticated("Send your API key as `Authorization: Bearer ar_…`, once.")
+        scheme, _, token = presented[0].decode("latin-1").strip().partition(" ")
+        if scheme.lower() != "bearer":
+            shown = (
+                f"The scheme `{scheme}`" if token and _SCHEME.fullmatch(scheme) else "An Authorization without the scheme Bearer"
+            )
+            raise _unauthenticated(f"{shown} is not taken. Send your API key as `Authorization: Bearer ar_…`.")
+        if not token.strip():
+            raise _unauthenticated("This Authorization holds no key. Send your API key as `Authorization: Bearer ar_…`.")
+        record = keys.verify(token.strip(), self._records)
         if record is None:
             raise _unauthenticated("This API key is not known. Check it, or make one with `agentrun keys create`.")
         return record
@@ -107,8 +126,8 @@ def _user(values: list[bytes]) -> str:
         user = values[0].decode()
     except UnicodeDecodeError:
         user = ""
-    if len(values) > 1 or not 0 < len(user) <= MAX_USER or not user.isprintable() or unstorable(user):
-        raise Problem(INVALID_HEADER, f"{USER_HEADER} must be there once, with 1 to {MAX_USER} printable characters in UTF-8.")
+    if len(values) > 1 or not is_name(user):
+        raise Problem(INVALID_HEADER, f"{USER_HEADER} must be there once, in UTF-8, with {NAME_RULE}.")
     return user
 
 

@@ -1,5 +1,7 @@
 """Request bodies: read within the limit, decoded strictly, and refused if they could not be stored as they are."""
 
+import asyncio
+import re
 from typing import Any
 
 import msgspec
@@ -7,9 +9,22 @@ from starlette.types import Receive, Scope
 
 from agentrun.domain import idempotency
 from agentrun.domain.text import unstorable
-from agentrun.gateway.problems import BODY_TOO_LARGE, INVALID_BODY, UNSUPPORTED_MEDIA_TYPE, Problem
+from agentrun.gateway import headers
+from agentrun.gateway.problems import (
+    BODY_TOO_LARGE,
+    INVALID_BODY,
+    INVALID_HEADER,
+    UNSUPPORTED_MEDIA_TYPE,
+    Problem,
+    request_timeout,
+)
 
 MAX_DEPTH = 64
+BODY_SECONDS = 30.0
+MAX_LENGTH_DIGITS = 18
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # asked only when decoding failed, so it is not one of a pair
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 class ClientLeft(Exception):
@@ -36,11 +51,18 @@ _decoder = msgspec.json.Decoder(MessageBody)
 async def read(scope: Scope, receive: Receive, *, limit: int) -> bytes:
     """The whole body.
 
-    Raises Problem for a body over `limit` bytes, whether its length was announced or not, ClientLeft if it never comes.
+    Raises Problem for a body over `limit` bytes, whether its length was announced or not, and for one that does not come in time;
+    ClientLeft if the client goes.
     """
-    announced = _header(scope, b"content-length")
-    if announced is not None and announced.isdigit() and int(announced) > limit:
-        raise _too_large(limit)
+    _check_length(_header(scope, b"content-length"), limit)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _pieces(receive, limit)
+    except TimeoutError:
+        raise request_timeout(BODY_SECONDS) from None
+
+
+async def _pieces(receive: Receive, limit: int) -> bytes:
     body = bytearray()
     while True:
         message = await receive()
@@ -53,14 +75,23 @@ async def read(scope: Scope, receive: Receive, *, limit: int) -> bytes:
             return bytes(body)
 
 
+def _check_length(announced: bytes | None, limit: int) -> None:
+    if announced is None:
+        return
+    if not announced.isdigit() or len(announced) > MAX_LENGTH_DIGITS:
+        detail = f"Content-Length is a whole number with {MAX_LENGTH_DIGITS} digits at most."
+        raise Problem(INVALID_HEADER, detail, headers={"Connection": "close"})
+    if int(announced) > limit:
+        raise _too_large(limit)
+
+
 def check_content_type(scope: Scope) -> None:
     """Raises Problem unless the request says that its body is plain JSON.
 
     A form or text/plain is refused even if it holds JSON: browsers send those across sites without asking.
     """
-    media_type, _, parameters = (_header(scope, b"content-type") or b"").decode("latin-1").lower().partition(";")
-    charset = parameters.strip().removeprefix("charset=").strip('" ')
-    if media_type.strip() != "application/json" or charset not in ("", "utf-8", "utf8"):
+    kind, parameters = headers.media_type((_header(scope, b"content-type") or b"").decode("latin-1"))
+    if kind != "application/json" or any(name == "charset" and value not in ("utf-8", "utf8") for name, value in parameters):
         raise Problem(UNSUPPORTED_MEDIA_TYPE, "Send the body as UTF-8 JSON with `Content-Type: application/json`.")
     if (_header(scope, b"content-encoding") or b"identity").lower() != b"identity":
         raise Problem(UNSUPPORTED_MEDIA_TYPE, "Send the body without Content-Encoding: compressed bodies are not taken.")
@@ -75,15 +106,21 @@ def parse_message(raw: bytes) -> MessageBody:
     except msgspec.ValidationError as error:
         raise Problem(INVALID_BODY, f'{error}. The body is {{"input": text, object or list}} and nothing else.') from None
     except msgspec.DecodeError as error:
+        if _SURROGATE.search(raw):
+            raise _unstorable() from None
         raise Problem(INVALID_BODY, f"{error}. The body must be one JSON document in UTF-8.") from None
     if not body.input:
         raise Problem(INVALID_BODY, "`input` is empty. Send a text, an object or a list that says something.")
-    check_value(body.input)
+    members = 1 + check_value(body.input)
+    # The decoder keeps the last of two members of one name, other readers of the same body the first: nobody could say what was meant.
+    if raw.count(b":") != members and _STRING.sub(b"", raw).count(b":") != members:
+        raise Problem(INVALID_BODY, "An object has two members of one name. Send each once.")
     return body
 
 
-def check_value(value: object) -> None:
-    """Raises Problem for a value that is nested too deeply or has text that Postgres cannot hold."""
+def check_value(value: object) -> int:
+    """How many members the objects in it have. Raises Problem if it is nested too deeply or has text that Postgres cannot hold."""
+    members = 0
     level = [value]
     for _ in range(MAX_DEPTH):
         deeper: list[object] = []
@@ -91,24 +128,30 @@ def check_value(value: object) -> None:
             if isinstance(item, str):
                 _check_text(item)
             elif isinstance(item, dict):
+                members += len(item)
                 for key in item:
                     _check_text(key)
                 deeper.extend(item.values())
             elif isinstance(item, list):
                 deeper.extend(item)
         if not deeper:
-            return
+            return members
         level = deeper
     for item in level:
         if isinstance(item, dict | list):
             raise _too_deep()
         if isinstance(item, str):
             _check_text(item)
+    return members
 
 
 def _check_text(text: str) -> None:
     if unstorable(text):
-        raise Problem(INVALID_BODY, "A string holds U+0000 or half of a surrogate pair, which cannot be stored. Remove it.")
+        raise _unstorable()
+
+
+def _unstorable() -> Problem:
+    return Problem(INVALID_BODY, "A string holds U+0000 or half of a surrogate pair, which cannot be stored. Remove it.")
 
 
 def _too_deep() -> Problem:

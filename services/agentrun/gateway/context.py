@@ -1,26 +1,20 @@
 """What the routes work with, and what several of them do the same way."""
 
-import asyncio
-import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import UUID
 
-from agentrun.domain.errors import StoreUnavailable
 from agentrun.domain.ids import parse_id
-from agentrun.domain.text import unstorable
+from agentrun.domain.text import NAME_RULE, is_name
 from agentrun.gateway.auth import Authenticator, Caller
 from agentrun.gateway.feeds import Feeds
-from agentrun.gateway.problems import INVALID_PARAMETER, Problem, not_found, store_unavailable
+from agentrun.gateway.problems import INVALID_PARAMETER, Problem, not_found
 from agentrun.gateway.publisher import Publisher
 from agentrun.gateway.submissions import Submissions
 from agentrun.store import runs
 from agentrun.store.pool import Pool
 
-MAX_SESSION = 255
-ANSWER_SECONDS = 10.0
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ufffd]")
+SESSION_RULE = f"A session's name has {NAME_RULE}, is valid UTF-8 without `/`, and is neither `.` nor `..`."
 
 
 @dataclass(frozen=True)
@@ -29,6 +23,8 @@ class Gateway:
 
     agent: str
     max_body_bytes: int
+    suspended: bool
+    """Whether submissions are refused."""
     pool: Pool
     authenticator: Authenticator
     submissions: Submissions
@@ -46,22 +42,11 @@ class Gateway:
         return run
 
 
-@asynccontextmanager
-async def answering() -> AsyncIterator[None]:
-    """Limits the time that a request waits for the database, and turns its absence into the answer."""
-    try:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            yield
-    except (StoreUnavailable, TimeoutError):
-        raise store_unavailable() from None
-
-
 def session_name(text: str) -> str:
     """A session's name as callers give it. Raises Problem."""
-    if not 0 < len(text) <= MAX_SESSION or _CONTROL.search(text) or unstorable(text):
-        raise Problem(
-            INVALID_PARAMETER, f"A session's name has 1 to {MAX_SESSION} characters, valid UTF-8, without control characters."
-        )
+    # Clients and proxies resolve the steps `.` and `..` away.
+    if not is_name(text) or "/" in text or text in (".", ".."):
+        raise Problem(INVALID_PARAMETER, SESSION_RULE)
     return text
 
 
@@ -78,13 +63,3 @@ def page_position(text: str | None) -> UUID | None:
 def events_url(run_id: UUID | str) -> str:
     """Where a run's events are."""
     return f"/v1/runs/{run_id}/events"
-
-
-def headers_named(headers: list[tuple[bytes, bytes]], name: bytes) -> list[str]:
-    """All values of a header."""
-    return [value.decode("latin-1") for key, value in headers if key == name]
-
-
-def accepts_events(headers: list[tuple[bytes, bytes]]) -> bool:
-    """Whether the client asked for a stream of events."""
-    return any("text/event-stream" in value.lower() for value in headers_named(headers, b"accept"))

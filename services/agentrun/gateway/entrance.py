@@ -6,7 +6,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrun import telemetry
-from agentrun.gateway.context import accepts_events
+from agentrun.gateway.headers import accepts_events
 from agentrun.gateway.problems import NOT_READY, Problem
 from agentrun.gateway.streams import busy
 

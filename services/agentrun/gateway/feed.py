@@ -16,13 +16,30 @@ from agentrun.gateway.frames import HEARTBEAT, RETRY, Frame, frame
 from agentrun.gateway.log import EventLog
 
 RECENT = 256
+RECENT_BYTES = 262_144
 MOST_EARLY = 1000
+EARLY_BYTES = 1_048_576
+WRITE_BYTES = 65_536
+"""What goes to a connection at once: as much as it holds by itself before it says that it is full."""
+
+
+class Backlog:
+    """What waits for all clients together."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.bytes = 0
+        self.clients = 0
+        self._most_bytes = most_bytes
+
+    def hoards(self, own: int) -> bool:
+        """Whether all together have too much, and a client with `own` bytes more than its share."""
+        return self.bytes > self._most_bytes and own * self.clients > self._most_bytes
 
 
 class Viewer:
     """One client of a run: its position, and what is still to be written to it."""
 
-    def __init__(self, *, cursor: int, most_bytes: int, abort: Callable[[], None]) -> None:
+    def __init__(self, *, cursor: int, most_bytes: int, backlog: Backlog, abort: Callable[[], None]) -> None:
         self.cursor = cursor
         self.ended = False
         """The terminal event is in the queue or was written: nothing more comes."""
@@ -36,9 +53,11 @@ class Viewer:
         self.abort = abort
         """Ends the connection at once, whatever is on its way."""
         self._first = True
+        self.waiting = 0
+        """The bytes that are still to be written."""
         self._most_bytes = most_bytes
+        self._backlog = backlog
         self._queue: deque[bytes] = deque()
-        self._bytes = 0
 
     @property
     def open(self) -> bool:
@@ -53,7 +72,7 @@ class Viewer:
         self.ended = item.terminal
         self._put(RETRY + item.data if self._first else item.data)
         self._first = False
-        if self.live and self._bytes > self._most_bytes:
+        if (self.live and self.waiting > self._most_bytes) or self._backlog.hoards(self.waiting):
             self.stop()
             self.abort()
 
@@ -63,23 +82,32 @@ class Viewer:
             self._put(HEARTBEAT)
 
     def take(self) -> bytes:
-        """Everything that waits."""
-        taken = b"".join(self._queue)
-        self._queue.clear()
-        self._bytes = 0
-        self.wake.clear()
-        return taken
+        """The next of what waits, at least WRITE_BYTES of it if there is so much."""
+        taken: list[bytes] = []
+        size = 0
+        while self._queue and size < WRITE_BYTES:
+            taken.append(self._queue.popleft())
+            size += len(taken[-1])
+        self._count(-size)
+        if not self._queue:
+            self.wake.clear()
+        return b"".join(taken)
 
     def stop(self) -> None:
         """Lets its connection be cut."""
         self.cut = True
         self._queue.clear()
+        self._count(-self.waiting)
         self.wake.set()
 
     def _put(self, data: bytes) -> None:
         self._queue.append(data)
-        self._bytes += len(data)
+        self._count(len(data))
         self.wake.set()
+
+    def _count(self, size: int) -> None:
+        self.waiting += size
+        self._backlog.bytes += size
 
 
 class Feed:
@@ -96,8 +124,10 @@ class Feed:
         self.confirmed = False
         """Whether everything that is published arrives here from now on."""
         self._log = log
-        self._recent: deque[Frame] = deque(maxlen=RECENT)
+        self._recent: deque[Frame] = deque()
+        self._recent_bytes = 0
         self._early: dict[int, Frame] = {}
+        self._early_bytes = 0
         self._stuck_at: int | None = None
         self._refilling: asyncio.Task[None] | None = None
 
@@ -132,6 +162,11 @@ class Feed:
         self.attached.discard(viewer)
 
     @property
+    def remembered(self) -> int:
+        """The bytes that it holds for viewers to come and for numbers that wait for a missing one."""
+        return self._recent_bytes + self._early_bytes
+
+    @property
     def stuck(self) -> bool:
         """Whether it has a hole that could not be filled yet."""
         return self.cursor is not None and self._stuck_at == self.cursor
@@ -157,7 +192,7 @@ class Feed:
                 before = self.cursor
                 for event in await self._log.refill(self.run_id, after=before):
                     self._keep_early(frame(event))
-                self._advance()
+                    self._advance()
                 if self.cursor == before:
                     self._stuck_at = before if self._early else None
                     return
@@ -167,27 +202,36 @@ class Feed:
             self._refilling = None
 
     def _keep_early(self, item: Frame) -> None:
-        if len(self._early) >= MOST_EARLY:
+        if item.seq in self._early:
+            return
+        if len(self._early) >= MOST_EARLY or self._early_bytes >= EARLY_BYTES:
             self._early.clear()  # they are on the stream or in Postgres
+            self._early_bytes = 0
         self._early[item.seq] = item
+        self._early_bytes += len(item.data)
 
     def _advance(self) -> None:
         assert self.cursor is not None
-        while self._early:
-            item = self._early.pop(self.cursor + 1, None)
-            if item is None:
-                break
+        while (item := self._early.pop(self.cursor + 1, None)) is not None:
+            self._early_bytes -= len(item.data)
             self.cursor = item.seq
-            self._recent.append(item)
+            self._remember(item)
             for viewer in self.attached:
                 viewer.push(item)
         for seq in [seq for seq in self._early if seq <= self.cursor]:
-            del self._early[seq]
+            self._early_bytes -= len(self._early.pop(seq).data)
+
+    def _remember(self, item: Frame) -> None:
+        self._recent.append(item)
+        self._recent_bytes += len(item.data)
+        while len(self._recent) > RECENT or self._recent_bytes > RECENT_BYTES:
+            self._recent_bytes -= len(self._recent.popleft().data)
 
     def _rewind(self, cursor: int) -> None:
         for item in self._recent:
             if item.seq > cursor:
-                self._early[item.seq] = item
+                self._keep_early(item)
         self._recent.clear()
+        self._recent_bytes = 0
         self.cursor = cursor
         self._stuck_at = None

@@ -15,7 +15,7 @@ import structlog
 from agentrun import telemetry
 from agentrun.bus.live import LiveFeed
 from agentrun.domain.errors import StoreUnavailable
-from agentrun.gateway.feed import Feed, Viewer
+from agentrun.gateway.feed import Backlog, Feed, Viewer
 from agentrun.gateway.log import EventLog
 from agentrun.store import messages
 from agentrun.store.pool import Pool
@@ -27,6 +27,9 @@ SETTLE_SECONDS = 3.0
 LEAVE_SECONDS = 1.5
 MOST_BYTES = 1_048_576
 """What may wait for one client before it is cut."""
+MOST_BYTES_TOGETHER = 67_108_864
+"""What may wait for all; beyond it those are cut that have more than their share."""
+MOST_VIEWERS = 5000
 MOST_COMPARED = 1000
 
 _log = structlog.get_logger(__name__)
@@ -44,6 +47,7 @@ class Feeds:
         heartbeat_seconds: float = HEARTBEAT_SECONDS,
         poll_seconds: float = POLL_SECONDS,
         most_bytes: int = MOST_BYTES,
+        most_viewers: int = MOST_VIEWERS,
     ) -> None:
         self.log = log
         self._pool = pool
@@ -51,6 +55,8 @@ class Feeds:
         self._heartbeat_seconds = heartbeat_seconds
         self._poll_seconds = poll_seconds
         self._most_bytes = most_bytes
+        self._most_viewers = most_viewers
+        self._backlog = Backlog(MOST_BYTES_TOGETHER)
         self._feeds: dict[UUID, Feed] = {}
         self._viewers: set[Viewer] = set()
         self._empty = asyncio.Event()
@@ -74,6 +80,11 @@ class Feeds:
         """How many clients there are."""
         return len(self._viewers)
 
+    @property
+    def full(self) -> bool:
+        """Whether there are as many clients as this process can serve."""
+        return len(self._viewers) >= self._most_viewers
+
     def compare_soon(self) -> None:
         """Compares now instead of at the next heartbeat, and again until what was said meanwhile must have been stored."""
         self._settled_at = time.monotonic() + SETTLE_SECONDS
@@ -82,15 +93,18 @@ class Feeds:
     @contextlib.contextmanager
     def viewer(self, *, cursor: int, abort: Callable[[], None]) -> Iterator[Viewer]:
         """A client that stands at `cursor`, known here while the block runs."""
-        viewer = Viewer(cursor=cursor, most_bytes=self._most_bytes, abort=abort)
+        viewer = Viewer(cursor=cursor, most_bytes=self._most_bytes, backlog=self._backlog, abort=abort)
         viewer.cut = self._closing
         self._viewers.add(viewer)
+        self._backlog.clients += 1
         self._empty.clear()
         telemetry.STREAM_CLIENTS.inc()
         try:
             yield viewer
         finally:
+            viewer.stop()
             self._viewers.discard(viewer)
+            self._backlog.clients -= 1
             if not self._viewers:
                 self._empty.set()
             telemetry.STREAM_CLIENTS.dec()

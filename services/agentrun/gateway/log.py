@@ -4,6 +4,7 @@ Answers are always without a hole: they begin right after the position asked for
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from uuid import UUID
 
@@ -14,6 +15,10 @@ from agentrun.store import messages
 from agentrun.store.pool import Pool
 
 PAGE = 200
+PAGE_BYTES = 262_144
+"""A page ends with the event that reaches it."""
+FIRST_STREAMED = 20
+"""Redis counts entries only, so a few are asked for first; as a rule that is all there is."""
 BUS_SECONDS = 1.0
 """Redis is only the shorter way: Postgres is asked when it takes longer."""
 
@@ -31,6 +36,11 @@ def contiguous(events: Sequence[Event], *, after: int) -> list[Event]:
     return found
 
 
+def size_of(events: Sequence[Event]) -> int:
+    """How many bytes they carry."""
+    return sum(len(event.data) for event in events)
+
+
 class EventLog:
     """Reads events of runs; `read_stream` takes run id, position and limit. Holds no connection between two calls."""
 
@@ -40,15 +50,14 @@ class EventLog:
 
     async def replay(self, run_id: UUID, *, after: int) -> list[Event]:
         """The next page for a client that starts: Postgres first, then the stream. Raises StoreUnavailable."""
-        found = contiguous(await messages.after(self._pool, run_id, after=after, limit=PAGE), after=after)
-        if len(found) == PAGE:
+        found = await self._stored(run_id, after=after)
+        if len(found) >= PAGE or size_of(found) >= PAGE_BYTES:
             return found
         top = found[-1].seq if found else after
         newest = await self._streamed(run_id, after=top)
         if newest and newest[0].seq > top + 1:
             # What lies between was flushed since Postgres was read, or was never on the stream.
-            between = await messages.after(self._pool, run_id, after=top, limit=PAGE)
-            found += contiguous(between, after=top)
+            found += await self._stored(run_id, after=top)
             top = found[-1].seq if found else after
         return found + contiguous(newest, after=top)
 
@@ -57,15 +66,24 @@ class EventLog:
         found = contiguous(await self._streamed(run_id, after=after), after=after)
         source = "redis"
         if not found:
-            found = contiguous(await messages.after(self._pool, run_id, after=after, limit=PAGE), after=after)
+            found = await self._stored(run_id, after=after)
             source = "postgres"
         if found:
             telemetry.STREAM_REFILLS.labels(source).inc()
         return found
 
+    async def _stored(self, run_id: UUID, *, after: int) -> list[Event]:
+        return await messages.page(self._pool, run_id, after=after, limit=PAGE, most_bytes=PAGE_BYTES)
+
     async def _streamed(self, run_id: UUID, *, after: int) -> Sequence[Event]:
-        try:
+        found: list[Event] = []
+        wanted = FIRST_STREAMED
+        with contextlib.suppress(BusUnavailable, TimeoutError):
             async with asyncio.timeout(BUS_SECONDS):
-                return await self._read_stream(run_id, after, PAGE)
-        except (BusUnavailable, TimeoutError):
-            return []
+                while True:
+                    more = await self._read_stream(run_id, found[-1].seq if found else after, wanted)
+                    found += more
+                    if len(more) < wanted or len(found) >= PAGE or (size := size_of(found)) >= PAGE_BYTES:
+                        break
+                    wanted = min(PAGE - len(found), max(1, (PAGE_BYTES - size) * len(found) // max(size, 1)))
+        return found

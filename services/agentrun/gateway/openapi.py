@@ -1,10 +1,43 @@
 """The OpenAPI description: what FastAPI finds, the routes that it cannot see, the API key and the problem document."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
 
-from agentrun.gateway.problems import MEDIA_TYPE, TYPES
+from agentrun.gateway import problems
+from agentrun.gateway.problems import MEDIA_TYPE, TYPES, ProblemType
+
+_GUARDED = (
+    problems.INVALID_HEADER,
+    problems.UNAUTHENTICATED,
+    problems.FORBIDDEN,
+    problems.INTERNAL,
+    problems.STORE_UNAVAILABLE,
+    problems.NOT_READY,
+)
+"""What every address behind an API key may answer."""
+_SUBMITTING = (
+    *_GUARDED,
+    problems.INVALID_BODY,
+    problems.INVALID_CURSOR,
+    problems.REQUEST_TIMEOUT,
+    problems.BODY_TOO_LARGE,
+    problems.UNSUPPORTED_MEDIA_TYPE,
+    problems.IDEMPOTENCY_KEY_REUSED,
+    problems.OVERLOADED,
+    problems.SUSPENDED,
+)
+_PROBLEMS: dict[tuple[str, str], tuple[ProblemType, ...]] = {
+    ("/v1/sessions/{session}/messages", "post"): (*_SUBMITTING, problems.INVALID_PARAMETER),
+    ("/v1/sessions/{session}/messages", "get"): (*_GUARDED, problems.INVALID_PARAMETER, problems.NOT_FOUND),
+    ("/v1/sessions", "get"): (*_GUARDED, problems.INVALID_PARAMETER),
+    ("/v1/runs", "post"): _SUBMITTING,
+    ("/v1/runs", "get"): (*_GUARDED, problems.INVALID_PARAMETER),
+    ("/v1/runs/{run_id}", "get"): (*_GUARDED, problems.NOT_FOUND),
+    ("/v1/runs/{run_id}/events", "get"): (*_GUARDED, problems.INVALID_CURSOR, problems.NOT_FOUND, problems.OVERLOADED),
+    ("/v1/runs/{run_id}/cancel", "post"): (*_GUARDED, problems.NOT_FOUND, problems.ALREADY_FINISHED),
+}
 
 _PROBLEM: dict[str, Any] = {
     "type": "object",
@@ -79,14 +112,11 @@ def _path(name: str) -> dict[str, Any]:
     return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
-def _problems(*statuses: int) -> dict[str, Any]:
+def _responses(kinds: Sequence[ProblemType]) -> dict[str, Any]:
     answer = {"content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}}
     return {
-        str(status): {
-            "description": ", ".join(kind.code for kind in TYPES.values() if kind.status == status),
-            **answer,
-        }
-        for status in statuses
+        str(status): {"description": ", ".join(kind.code for kind in kinds if kind.status == status), **answer}
+        for status in sorted({kind.status for kind in kinds})
     }
 
 
@@ -96,7 +126,7 @@ def _submission(summary: str, operation: str, parameters: list[dict[str, Any]]) 
         "tags": ["runs"],
         "summary": summary,
         "operationId": operation,
-        "parameters": [*parameters, _IDEMPOTENCY_KEY, _LAST_EVENT_ID, _USER],
+        "parameters": [*parameters, _IDEMPOTENCY_KEY, _LAST_EVENT_ID],
         "requestBody": {"required": True, "content": {"application/json": {"schema": _MESSAGE}}},
         "responses": {
             "200": {**_STREAM, "description": f"If the client accepts text/event-stream. {_STREAM['description']}"},
@@ -106,9 +136,18 @@ def _submission(summary: str, operation: str, parameters: list[dict[str, Any]]) 
                 "content": {"application/json": {"schema": _ACCEPTED}},
             },
             "204": _NOTHING_MORE,
-            **_problems(400, 401, 403, 413, 415, 422, 503),
         },
     }
+
+
+def _complete(operation: dict[str, Any], kinds: Sequence[ProblemType] | None) -> None:
+    if kinds is None:  # open to everybody
+        operation["security"] = []
+        return
+    if problems.IDEMPOTENCY_KEY_REUSED not in kinds:
+        operation["responses"].pop("422", None)  # FastAPI's own
+    operation["responses"] |= _responses(kinds)
+    operation["parameters"] = [*operation.get("parameters", []), _USER]
 
 
 _PLAIN_ROUTES: dict[str, dict[str, Any]] = {
@@ -125,13 +164,11 @@ _PLAIN_ROUTES: dict[str, dict[str, Any]] = {
                 _path("run_id"),
                 _LAST_EVENT_ID,
                 {"name": "after", "in": "query", "schema": {"type": "integer"}, "description": "Like Last-Event-ID."},
-                _USER,
             ],
-            "responses": {"200": _STREAM, "204": _NOTHING_MORE, **_problems(400, 401, 403, 404, 503)},
+            "responses": {"200": _STREAM, "204": _NOTHING_MORE},
         }
     },
 }
-_OPEN = ("/healthz", "/readyz", "/metrics")
 
 
 def describe(app: FastAPI) -> None:
@@ -148,14 +185,11 @@ def describe(app: FastAPI) -> None:
         components.setdefault("schemas", {})["Problem"] = _PROBLEM
         components["securitySchemes"] = {"apiKey": {"type": "http", "scheme": "bearer", "description": "ar_<id>_<secret>"}}
         document["security"] = [{"apiKey": []}]
+        for unused in ("HTTPValidationError", "ValidationError"):  # a bad parameter is a problem with status 400 here
+            components["schemas"].pop(unused, None)
         for path, operations in document["paths"].items():
-            for operation in operations.values():
-                if path in _OPEN:
-                    operation["security"] = []
-                elif "requestBody" not in operation:
-                    # FastAPI's own answer to a bad parameter, which is a problem with status 400 here
-                    operation["responses"].pop("422", None)
-                    operation["responses"] |= _problems(400, 401, 403, 404, 503)
+            for method, operation in operations.items():
+                _complete(operation, _PROBLEMS.get((path, method)))
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]

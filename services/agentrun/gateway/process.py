@@ -24,7 +24,7 @@ from agentrun.gateway.app import create_app
 from agentrun.gateway.auth import Authenticator
 from agentrun.gateway.connections import HttpProtocol
 from agentrun.gateway.context import Gateway
-from agentrun.gateway.feeds import HEARTBEAT_SECONDS, MOST_BYTES, POLL_SECONDS, Feeds
+from agentrun.gateway.feeds import HEARTBEAT_SECONDS, MOST_BYTES, MOST_VIEWERS, POLL_SECONDS, Feeds
 from agentrun.gateway.log import EventLog
 from agentrun.gateway.publisher import Publisher
 from agentrun.gateway.submissions import Submissions
@@ -45,11 +45,12 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How streams keep up; tests shorten it. Seconds, and the bytes that may wait for one client."""
+    """How streams keep up; tests shorten it. Seconds, the bytes that may wait for one client, and how many clients there may be."""
 
     heartbeat_seconds: float = HEARTBEAT_SECONDS
     poll_seconds: float = POLL_SECONDS
     most_bytes: int = MOST_BYTES
+    most_viewers: int = MOST_VIEWERS
 
 
 async def run(
@@ -91,25 +92,17 @@ async def _parts(settings: Settings, manifest: AgentRun, authenticator: Authenti
         feeds.compare_soon()
 
     live = LiveFeed(settings.redis_url, keys, on_reconnect=compare_soon)
-    feeds = Feeds(
-        pool,
-        live,
-        EventLog(pool, lambda run_id, after, limit: events.read(run_id, after=after, limit=limit)),
-        heartbeat_seconds=timing.heartbeat_seconds,
-        poll_seconds=timing.poll_seconds,
-        most_bytes=timing.most_bytes,
-    )
+    feeds = _feeds(pool, live, events, timing)
     publisher = _publisher(work, events, Control(redis, keys))
     submissions = Submissions(pool, publisher, agent=settings.agent, dedupe_seconds=manifest.spec.submission.dedupe_seconds)
     schema = SchemaWatch(pool, agent=settings.agent)
-    supervisor = Supervisor()
-    supervisor.run("schema", schema.watch, stale_after=120.0)
-    supervisor.every("bus-check", BUS_CHECK_SECONDS, lambda: _check(redis))
+    supervisor = _watching(schema, redis)
     feeds.start()
     try:
         yield Gateway(
             agent=settings.agent,
             max_body_bytes=manifest.spec.gateway.max_body_bytes,
+            suspended=manifest.spec.suspend,
             pool=pool,
             authenticator=authenticator,
             submissions=submissions,
@@ -127,6 +120,25 @@ async def _parts(settings: Settings, manifest: AgentRun, authenticator: Authenti
         await work.aclose()
         await redis.aclose()
         await _close(pool)
+
+
+def _feeds(pool: Pool, live: LiveFeed, events: EventStream, timing: Timing) -> Feeds:
+    return Feeds(
+        pool,
+        live,
+        EventLog(pool, lambda run_id, after, limit: events.read(run_id, after=after, limit=limit)),
+        heartbeat_seconds=timing.heartbeat_seconds,
+        poll_seconds=timing.poll_seconds,
+        most_bytes=timing.most_bytes,
+        most_viewers=timing.most_viewers,
+    )
+
+
+def _watching(schema: SchemaWatch, redis: Redis) -> Supervisor:
+    supervisor = Supervisor()
+    supervisor.run("schema", schema.watch, stale_after=120.0)
+    supervisor.every("bus-check", BUS_CHECK_SECONDS, lambda: _check(redis))
+    return supervisor
 
 
 def _publisher(work: WorkStream, events: EventStream, control: Control) -> Publisher:

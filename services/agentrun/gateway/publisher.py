@@ -82,6 +82,10 @@ class Publisher:
                 except (BusMisconfigured, failpoints.FailpointError) as error:
                     _log.error("what is stored cannot be published", error=str(error))
                     self._drop()
+                except Exception:
+                    # A fault, of which nobody would hear otherwise: nobody waits for this task.
+                    _log.exception("what is stored cannot be published")
+                    self._drop()
         finally:
             self._task = None
 

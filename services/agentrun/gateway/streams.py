@@ -27,6 +27,7 @@ SEND_SECONDS = 60.0
 """A client that takes nothing for this long is cut."""
 CLOSE_SECONDS = 2.0
 BUSY_MILLISECONDS = 5000
+FULL_MILLISECONDS = 15_000
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -144,25 +145,26 @@ class RunStream:
                 return
             for event in page:
                 viewer.push(frames.frame(event))
-            await _write(viewer, send)
+            while viewer.waiting and viewer.open:
+                await _write(viewer, send)
 
 
 async def _write(viewer: Viewer, send: Send) -> None:
-    ended = viewer.ended
     body = viewer.take()
     if viewer.cut:
         return
+    ended = viewer.ended and not viewer.waiting
     async with asyncio.timeout(SEND_SECONDS):
         await send({"type": "http.response.body", "body": body, "more_body": not ended})
     viewer.done = ended
 
 
-async def busy(scope: Scope, receive: Receive, send: Send) -> None:
-    """The answer to an EventSource while the run cannot be looked up: a status of 503 would stop a browser for good.
+async def busy(scope: Scope, receive: Receive, send: Send, *, retry: int = BUSY_MILLISECONDS) -> None:
+    """The answer to an EventSource while it cannot be served: a status of 503 would stop a browser for good.
 
     The body asks for a longer pause and is cut.
     """
-    body = b"retry: %d\n" % BUSY_MILLISECONDS + frames.HEARTBEAT
+    body = b"retry: %d\n" % retry + frames.HEARTBEAT
     await send({"type": "http.response.start", "status": 200, "headers": [*frames.HEADERS]})
     await send({"type": "http.response.body", "body": body, "more_body": True})
     connection = transport(scope)

@@ -4,28 +4,26 @@ The row is the promise: nothing here waits for Redis. What is to be published is
 the sweep finds the row.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from agentrun import failpoints, telemetry
+from agentrun import failpoints
 from agentrun.domain import idempotency
-from agentrun.domain.errors import StoreUnavailable
 from agentrun.domain.states import RunStatus
+from agentrun.gateway.answering import answering, read_back
 from agentrun.gateway.bodies import MessageBody
-from agentrun.gateway.problems import IDEMPOTENCY_KEY_REUSED, OVERLOADED, Problem, store_unavailable
+from agentrun.gateway.problems import IDEMPOTENCY_KEY_REUSED, INVALID_CURSOR, OVERLOADED, Problem
 from agentrun.gateway.publisher import Publisher
-from agentrun.store import transitions
+from agentrun.store import runs, transitions
 from agentrun.store.group import Group
 from agentrun.store.ids import new_id
 from agentrun.store.pool import Pool
 from agentrun.store.transitions import Submission, Submitted
 
 MOST_WAITING = 10_000
-ANSWER_SECONDS = 10.0
-"""A request is answered after this time, with 503 if need be, whatever the database does."""
+MOST_WAITING_BYTES = 64_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +78,11 @@ def prepare(message: Message, *, agent: str, dedupe_seconds: int, now: float, ma
     )
 
 
+def _weight(submission: Submission) -> int:
+    """About how many bytes it takes to store."""
+    return len(submission.body) + len(submission.content)
+
+
 class Submissions:
     """Stores submissions in groups. Belongs to one event loop."""
 
@@ -88,40 +91,62 @@ class Submissions:
         self._publisher = publisher
         self._agent = agent
         self._dedupe_seconds = dedupe_seconds
-        self._group: Group[Submission, Submitted] = Group(self._commit, stage="submit")
+        self._group: Group[Submission, Submitted] = Group(self._commit, weigh=_weight, stage="submit")
 
     async def accept(self, message: Message) -> Accepted:
         """Stores the submission, or finds the run of an earlier one that says the same.
 
         Raises Problem: the key was used for another body, the database is away, or too many requests wait for it.
         """
-        if len(self._group) >= MOST_WAITING:
+        if len(self._group) >= MOST_WAITING or self._group.weight >= MOST_WAITING_BYTES:
             raise Problem(OVERLOADED, "Send the same request again, with the same Idempotency-Key if it had one.")
-        submission = prepare(message, agent=self._agent, dedupe_seconds=self._dedupe_seconds, now=time.time(), make_id=new_id)
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                found = await self._group.submit(submission)
-        except (StoreUnavailable, TimeoutError):
-            raise store_unavailable() from None
+        submission = self._prepare(message)
+        async with answering():
+            found = await self._group.submit(submission)
         if found.reused:
-            raise Problem(
-                IDEMPOTENCY_KEY_REUSED,
-                "This Idempotency-Key belongs to a request with another body. Nothing was stored. Use a new key for a new message.",
-            )
+            raise _reused()
         return Accepted(found.run_id, found.session_id, submission.external_id, found.status, found.replayed)
+
+    async def find(self, message: Message, client_key: str) -> Accepted:
+        """The run of an earlier submission that said the same under the same key; stores nothing.
+
+        Raises Problem: there is none, the key was used for another body, or the database is away.
+        """
+        submission = self._prepare(message)
+        async with answering():
+            run = await runs.by_client_key(
+                self._pool,
+                agent=self._agent,
+                user_id=message.user,
+                session_given=submission.session_given,
+                client_key=client_key,
+            )
+        if run is None:
+            raise Problem(
+                INVALID_CURSOR,
+                "No run was started with this Idempotency-Key, so there is nothing to resume. Leave Last-Event-ID out to start one.",
+            )
+        if run.idempotency_key != submission.idempotency_key:
+            raise _reused()
+        return Accepted(run.id, run.session_id, run.external_id, run.status, replayed=True)
+
+    def _prepare(self, message: Message) -> Submission:
+        return prepare(message, agent=self._agent, dedupe_seconds=self._dedupe_seconds, now=time.time(), make_id=new_id)
 
     async def close(self) -> None:
         """Waits until every submission that was taken has its answer."""
         await self._group.close()
 
     async def _commit(self, group: Sequence[Submission]) -> Sequence[Submitted]:
-        telemetry.GROUP_SIZE.labels("submit").observe(len(group))
         await failpoints.hit("gateway.submit.before")
-        try:
-            found = await transitions.submit(self._pool, group)
-        except StoreUnavailable:
-            # The reply may have been lost after the commit: with the same ids the second try reads back what the first one did.
-            found = await transitions.submit(self._pool, group)
+        found = await read_back(lambda: transitions.submit(self._pool, group))
         await failpoints.hit("gateway.submit.committed")
         self._publisher.publish([run.run_id for run in found if run.is_head and not run.reused])
         return found
+
+
+def _reused() -> Problem:
+    return Problem(
+        IDEMPOTENCY_KEY_REUSED,
+        "This Idempotency-Key belongs to a request with another body. Nothing was stored. Use a new key for a new message.",
+    )

@@ -5,9 +5,11 @@ that nobody has touched for long, by XAUTOCLAIM. Any number of reapers may run: 
 decide. Losing a pending entry never ends an attempt; only its lease does.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from functools import partial
+from typing import TypeVar
 from uuid import UUID
 
 import structlog
@@ -28,6 +30,9 @@ from agentrun.telemetry import ATTEMPTS_ENDED, DEAD_LETTERS, ENTRIES, RUNS_FINIS
 PAGE = 100
 MOST_PAGES = 20
 """Pages of one tick: the rest waits for the next one, so that progress shows."""
+SHORTEST_GAP_SECONDS = 1.0
+
+T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -53,10 +58,13 @@ class Reaper:
         self._stream = stream
         self._events = events
         self._consumer = consumer
-        self.limits = limits
+        self.limits = replace(limits, interval_seconds=min(limits.interval_seconds, limits.lease_seconds / 5))
+        """As given, but a reaper that looks less than a few times in a lease could not tell a stall from its own pause."""
         self._cursor = BEGINNING
-        gap = max(limits.lease_seconds / 2, 2.5 * limits.interval_seconds)
-        self._contact = Contact(lease=timedelta(seconds=limits.lease_seconds), longest_gap=timedelta(seconds=gap))
+        # A living worker renews every third of a lease: half a lease of silence leaves it the time to do so.
+        gap = timedelta(seconds=max(limits.lease_seconds / 2, SHORTEST_GAP_SECONDS))
+        self._lease_contact = Contact(lease=timedelta(seconds=limits.lease_seconds), longest_gap=gap)
+        self._entry_contact = Contact(lease=timedelta(seconds=limits.lease_seconds), longest_gap=gap)
 
     async def tick(self) -> None:
         """Both inputs, once. Raises StoreUnavailable, BusUnavailable, BusMisconfigured."""
@@ -65,16 +73,15 @@ class Reaper:
 
     async def reap_leases(self) -> None:
         """Takes over every run whose attempt is past its lease, also while Redis is away. Raises StoreUnavailable."""
-        await self._reach()
-        if not self._contact.steady:
-            return
-        failed: set[AttemptRef] = set()
+        contact, failed = self._lease_contact, set[AttemptRef]()
         for _ in range(MOST_PAGES):
-            page = await attempts.expired(self._pool, limit=PAGE + len(failed))
-            todo = [ref for ref in page if ref not in failed]
-            if not todo:
+            page = await _answered(contact, attempts.expired(self._pool, limit=PAGE + len(failed)))
+            contact.reached(page.clock.now, started=page.clock.started)
+            until = contact.good_until
+            todo = [ref for ref in page.refs if ref not in failed]
+            if not todo or until is None:
                 return
-            failed.update(await in_batch(todo, self._reap_attempts, loop="reap-leases"))
+            failed.update(await in_batch(todo, partial(self._reap_attempts, until=until), loop="reap-leases"))
             if len(todo) < PAGE:
                 return
 
@@ -83,43 +90,39 @@ class Reaper:
 
         Postgres is asked first: an entry that is claimed while it is away would only be hidden for another idleSeconds.
         """
-        await self._reach()
+        contact = self._entry_contact
         for _ in range(MOST_PAGES):
+            clock = await _answered(contact, attempts.clock(self._pool))
+            contact.reached(clock.now, started=clock.started)
             page = await self._stream.autoclaim(
                 self._consumer, idle_ms=int(self.limits.idle_seconds * 1000), cursor=self._cursor, count=PAGE
             )
             self._cursor = page.cursor
-            await failpoints.hit("reaper.autoclaimed")
+            if page.deliveries or page.deleted:
+                await failpoints.hit("reaper.autoclaimed")
             if page.deleted:
                 ENTRIES.labels("deleted").inc(len(page.deleted))
                 await self._stream.acknowledge([Held(None, entry) for entry in page.deleted])
-            await in_batch(page.deliveries, self._reap_deliveries, loop="reap-entries")
+            await in_batch(page.deliveries, partial(self._reap_deliveries, until=contact.good_until), loop="reap-entries")
             if page.cursor == BEGINNING:
                 return
 
-    async def _reach(self) -> None:
-        try:
-            clock = await attempts.clock(self._pool)
-        except StoreUnavailable:
-            self._contact.broken()
-            raise
-        self._contact.reached(clock.now, started=clock.started)
-
-    async def _reap_attempts(self, refs: Sequence[AttemptRef]) -> None:
-        taken = await self._take_over(refs)
+    async def _reap_attempts(self, refs: Sequence[AttemptRef], *, until: datetime) -> None:
+        taken = await self._take_over(refs, until)
         try:
             await self._announce(taken, held={})
         except BusUnavailable as error:  # what is in Postgres is enough: the sweep and the next pass over entries find it
             _log.warning("runs were taken over, and Redis could not be told", runs=len(taken), error=str(error))
 
-    async def _reap_deliveries(self, deliveries: Sequence[Delivery]) -> None:
+    async def _reap_deliveries(self, deliveries: Sequence[Delivery], *, until: datetime | None) -> None:
         looks = await runs.look(self._pool, [one.run_id for one in deliveries if one.run_id])
         held: dict[Action, list[Held]] = {action: [] for action in Action}
         for one in deliveries:
             action = for_reaper(looks.get(one.run_id) if one.run_id else None)
-            if action is Action.TAKE_OVER and not self._contact.steady:
+            if action is Action.TAKE_OVER and until is None:
                 action = Action.LEAVE
             held[action].append(Held(one.run_id, one.entry_id))
+        await failpoints.hit("reaper.looked")
         await self._stream.acknowledge(held[Action.ACK] + held[Action.ORPHAN])
         await self._stream.give_back(
             [
@@ -129,18 +132,20 @@ class Reaper:
             ]
         )
         await self._republish(held[Action.REPUBLISH])
-        lost = [one for one in held[Action.TAKE_OVER] if one.run_id]
-        taken = await self._take_over([AttemptRef(one.run_id, looks[one.run_id].epoch) for one in lost if one.run_id])
-        await self._announce(taken, held={one.run_id: one.entry_id for one in lost if one.run_id and one.entry_id})
+        lost = {one.run_id: one.entry_id for one in held[Action.TAKE_OVER] if one.run_id and one.entry_id}
+        if lost and until is not None:
+            taken = await self._take_over([AttemptRef(run_id, looks[run_id].epoch) for run_id in lost], until)
+            await self._announce(taken, held=lost)
         for action, entries in held.items():
             ENTRIES.labels(action.value).inc(len(entries))
 
-    async def _take_over(self, refs: Sequence[AttemptRef]) -> list[TakenOver]:
-        """Ends lost attempts; answers for those that were lost indeed. A run is named once: the last attempt is the one that runs."""
-        if not refs:
-            return []
+    async def _take_over(self, refs: Sequence[AttemptRef], until: datetime) -> list[TakenOver]:
+        """Ends lost attempts, unless it is later than `until`; answers for those that were lost indeed.
+
+        A run is named once: the last attempt is the one that runs.
+        """
         group = [TakeOver(run_id, Reason.LOST, epoch) for run_id, epoch in {ref.run_id: ref.epoch for ref in refs}.items()]
-        taken = await transitions.take_over(self._pool, group, max_lost_attempts=self.limits.max_lost_attempts)
+        taken = await transitions.take_over(self._pool, group, max_lost_attempts=self.limits.max_lost_attempts, until=until)
         await failpoints.hit("reaper.taken")
         taken = [one for one in taken if one.ok]
         for one in taken:
@@ -171,6 +176,14 @@ class Reaper:
         if held:
             await self._stream.republish(held)
             await failpoints.hit("reaper.republished")
+
+
+async def _answered(contact: Contact, question: Awaitable[T]) -> T:
+    try:
+        return await question
+    except StoreUnavailable:
+        contact.broken()
+        raise
 
 
 def _consumer_of(owner: str | None) -> str:

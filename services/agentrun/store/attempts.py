@@ -29,15 +29,25 @@ class Clock:
     started: datetime
 
 
-async def expired(conn: Executor, *, limit: int = 100) -> list[AttemptRef]:
-    """Attempts that are running past their lease, longest first. Raises StoreUnavailable."""
+@dataclass(frozen=True, slots=True)
+class Expired:
+    """Attempts that are running past their lease at `clock.now`, longest first."""
+
+    clock: Clock
+    refs: list[AttemptRef]
+
+
+async def expired(conn: Executor, *, limit: int = 100) -> Expired:
+    """The time and what is past its lease at it, in one statement: between two, time may pass. Raises StoreUnavailable."""
     with unavailable():
         rows = await conn.fetch(
-            """SELECT run_id, epoch FROM attempts WHERE outcome = 'running' AND lease_expires_at < now()
-               ORDER BY lease_expires_at LIMIT $1""",
+            """SELECT now(), pg_postmaster_start_time(), a.run_id, a.epoch FROM (SELECT) AS once LEFT JOIN (
+                   SELECT run_id, epoch, lease_expires_at FROM attempts WHERE outcome = 'running' AND lease_expires_at < now()
+                   ORDER BY lease_expires_at LIMIT $1
+               ) AS a ON true ORDER BY a.lease_expires_at""",
             limit,
         )
-    return [AttemptRef(*row) for row in rows]
+    return Expired(Clock(rows[0][0], rows[0][1]), [AttemptRef(row[2], row[3]) for row in rows if row[2] is not None])
 
 
 async def of_run(conn: Executor, run_id: UUID) -> Sequence[AttemptRow]:
@@ -55,8 +65,3 @@ async def clock(conn: Executor) -> Clock:
         row = await conn.fetchrow("SELECT now(), pg_postmaster_start_time()")
     assert row is not None
     return Clock(row[0], row[1])
-
-
-async def postmaster_started(conn: Executor) -> datetime:
-    """Since when Postgres runs. Raises StoreUnavailable."""
-    return (await clock(conn)).started

@@ -36,6 +36,30 @@ async def after(conn: Executor, run_id: UUID, *, after: int, limit: int = 1000) 
     return [Event(seq, epoch, Kind(kind), data.encode()) for seq, epoch, kind, data in rows]
 
 
+async def page(conn: Executor, run_id: UUID, *, after: int, limit: int, most_bytes: int) -> list[Event]:
+    """The events right after `after`, in order and without a hole: at most `limit`, and none more once they have `most_bytes` together.
+
+    It walks from number to number, so that not even Postgres reads what is too much. Raises StoreUnavailable.
+    """
+    with unavailable():
+        rows = await conn.fetch(
+            """WITH RECURSIVE page (seq, epoch, kind, body, weight, place) AS (
+                   SELECT seq, epoch, kind, body, octet_length(body), 1
+                   FROM (SELECT seq, epoch, kind, data::text AS body FROM messages WHERE run_id = $1 AND seq = $2 + 1 OFFSET 0) first
+                   UNION ALL
+                   SELECT m.seq, m.epoch, m.kind, m.body, p.weight + octet_length(m.body), p.place + 1
+                   FROM page p CROSS JOIN LATERAL (
+                       SELECT seq, epoch, kind, data::text AS body FROM messages WHERE run_id = $1 AND seq = p.seq + 1 LIMIT 1) m
+                   WHERE p.place < $3 AND p.weight < $4)
+               SELECT seq, epoch, kind, body FROM page ORDER BY seq""",
+            run_id,
+            after,
+            limit,
+            most_bytes,
+        )
+    return [Event(seq, epoch, Kind(kind), body.encode()) for seq, epoch, kind, body in rows]
+
+
 async def tops(conn: Executor, run_ids: Sequence[UUID]) -> dict[UUID, Top]:
     """The tops of many runs in one query. Raises StoreUnavailable."""
     with unavailable():

@@ -5,11 +5,11 @@ Ids come as `uuid.UUID`; json and jsonb come and go as text, since most of it is
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import asyncpg
 
-from agentrun.domain.errors import StoreUnavailable
+from agentrun.domain.errors import ConfigurationError, StoreUnavailable
 
 if TYPE_CHECKING:
     from asyncpg.pool import PoolConnectionProxy
@@ -31,6 +31,8 @@ _VALUES = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg
 # Any other error of the server or of the way to it is its state: shut down, read-only, a database that takes no connections, a password
 # that is being rotated, a schema that is not there yet. It passes, or somebody mends it.
 _STATE = (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+# Classes 28 and 3D: Postgres is there and knows no such role, password or database. It may come to know them, so it is a state too.
+_UNKNOWN_NAMES = (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError)
 
 
 @contextlib.contextmanager
@@ -42,6 +44,10 @@ def unavailable() -> Iterator[None]:
         yield
     except _VALUES:
         raise
+    except _UNKNOWN_NAMES as error:
+        raise StoreUnavailable(
+            f"Postgres refuses the connection: {error}; create what is missing, or correct DATABASE_URL"
+        ) from error
     except _STATE as error:
         if isinstance(error, asyncpg.InterfaceError) and isinstance(error, ValueError):
             raise  # asyncpg's own DataError: a value that does not fit its parameter
@@ -69,6 +75,7 @@ async def create_pool(dsn: str, size: int, *, name: str = "agentrun") -> Pool:
         dsn,
         min_size=0,
         max_size=size,
+        connect=_connect,
         command_timeout=COMMAND_TIMEOUT_SECONDS,
         timeout=CONNECT_TIMEOUT_SECONDS,
         max_inactive_connection_lifetime=120.0,
@@ -77,11 +84,19 @@ async def create_pool(dsn: str, size: int, *, name: str = "agentrun") -> Pool:
 
 
 async def connect(dsn: str, *, name: str = "agentrun", command_timeout: float | None = COMMAND_TIMEOUT_SECONDS) -> Connection:
-    """One connection of its own. Raises StoreUnavailable."""
+    """One connection of its own. Raises StoreUnavailable, and ConfigurationError for a DSN that means nothing."""
     with unavailable():
-        return await asyncpg.connect(
+        return await _connect(
             dsn,
             timeout=CONNECT_TIMEOUT_SECONDS,
             command_timeout=command_timeout,
             server_settings={"application_name": name},
         )
+
+
+async def _connect(*arguments: Any, **options: Any) -> "asyncpg.Connection[asyncpg.Record]":
+    try:
+        connection: asyncpg.Connection[asyncpg.Record] = await asyncpg.connect(*arguments, **options)
+        return connection
+    except ValueError as error:  # asyncpg.ClientConfigurationError is one
+        raise ConfigurationError(f"DATABASE_URL, or a PG variable of the environment: {error}; correct it") from None

@@ -8,6 +8,9 @@ from uuid import UUID
 from agentrun.domain.states import RunStatus
 from agentrun.store.pool import Executor, unavailable
 
+HISTORY_BYTES = 16_000_000
+"""How much a session's history may weigh, as stored: older turns are left out beyond that."""
+
 _HEAD = """NOT EXISTS (SELECT 1 FROM runs b WHERE b.session_id = r.session_id AND b.session_position < r.session_position
            AND b.status IN ('pending', 'running'))"""
 _DUE = "(r.not_before IS NULL OR r.not_before <= now())"
@@ -24,6 +27,8 @@ class RunLook:
     due: bool
     lease_alive: bool
     owner: str | None
+    lost: int
+    """How many of its attempts were lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,17 @@ class RunRow:
     head: bool
     due: bool
     lease_alive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedRun:
+    """A run that a client's own key found; `idempotency_key` tells whether the body was the same too."""
+
+    id: UUID
+    session_id: UUID
+    external_id: str
+    status: RunStatus
+    idempotency_key: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +96,8 @@ async def look(conn: Executor, run_ids: Sequence[UUID]) -> dict[UUID, RunLook]:
     """The facts for each run that exists. Raises StoreUnavailable."""
     with unavailable():
         rows = await conn.fetch(
-            f"""SELECT r.id, r.status, r.epoch, {_HEAD}, {_DUE}, coalesce(a.lease_expires_at >= now(), false), a.owner
+            f"""SELECT r.id, r.status, r.epoch, {_HEAD}, {_DUE}, coalesce(a.lease_expires_at >= now(), false), a.owner,
+                       (SELECT count(*)::integer FROM attempts l WHERE l.run_id = r.id AND l.outcome = 'lost')
                 FROM runs r LEFT JOIN attempts a ON a.run_id = r.id AND a.epoch = r.epoch AND a.outcome = 'running'
                 WHERE r.id = ANY ($1)""",
             list(run_ids),
@@ -120,6 +137,21 @@ async def get(conn: Executor, run_id: UUID, *, agent: str) -> RunRow | None:
     return _run(tuple(row)) if row else None
 
 
+async def by_client_key(conn: Executor, *, agent: str, user_id: str, session_given: str, client_key: str) -> KeyedRun | None:
+    """The run of an earlier submission with that Idempotency-Key, or None. Raises StoreUnavailable."""
+    with unavailable():
+        row = await conn.fetchrow(
+            """SELECT r.id, r.session_id, s.external_id, r.status, r.idempotency_key
+               FROM runs r JOIN sessions s ON s.id = r.session_id
+               WHERE r.agent = $1 AND r.user_id = $2 AND r.session_given = $3 AND r.client_key = $4""",
+            agent,
+            user_id,
+            session_given,
+            client_key,
+        )
+    return KeyedRun(row[0], row[1], row[2], RunStatus(row[3]), row[4]) if row else None
+
+
 async def list_runs(
     conn: Executor,
     *,
@@ -157,16 +189,20 @@ async def held_inputs(conn: Executor, run_ids: Sequence[UUID]) -> list[HeldInput
 
 async def history(conn: Executor, session_id: UUID, *, before_position: int, limit: int = 200) -> list[PastRun]:
     """The last `limit` finished runs of the session below a position, oldest first; superseded ones are left out since their inputs
-    moved on. Raises StoreUnavailable.
+    moved on. Fewer, but at least one, where their results weigh more than HISTORY_BYTES. Raises StoreUnavailable.
     """
     with unavailable():
         rows = await conn.fetch(
             """SELECT id, status, result FROM (
-                   SELECT id, status, CASE WHEN status = 'succeeded' THEN result END AS result, session_position FROM runs
-                   WHERE session_id = $1 AND session_position < $2 AND status IN ('succeeded', 'failed', 'cancelled')
-                   ORDER BY session_position DESC LIMIT $3) last ORDER BY session_position""",
+                   SELECT last.*, sum(coalesce(pg_column_size(result), 0)) OVER w AS weight, row_number() OVER w AS place FROM (
+                       SELECT id, status, CASE WHEN status = 'succeeded' THEN result END AS result, session_position FROM runs
+                       WHERE session_id = $1 AND session_position < $2 AND status IN ('succeeded', 'failed', 'cancelled')
+                       ORDER BY session_position DESC LIMIT $3) last
+                   WINDOW w AS (ORDER BY session_position DESC)) weighed
+               WHERE weight <= $4 OR place = 1 ORDER BY session_position""",
             session_id,
             before_position,
             limit,
+            HISTORY_BYTES,
         )
     return [PastRun(row["id"], RunStatus(row["status"]), row["result"]) for row in rows]

@@ -17,16 +17,18 @@ class SessionRow:
     created_at: datetime
 
 
-async def find(conn: Executor, *, agent: str, user_id: str, external_id: str) -> SessionRow | None:
-    """A user's session by the name that the caller gave it, or None. Raises StoreUnavailable."""
+async def named(conn: Executor, *, agent: str, user_id: str | None, external_id: str, limit: int = 2) -> list[SessionRow]:
+    """The sessions to which callers gave that name; `user_id` None means all users, each of whom may have one. Raises StoreUnavailable."""
     with unavailable():
-        row = await conn.fetchrow(
-            "SELECT id, user_id, external_id, created_at FROM sessions WHERE agent = $1 AND user_id = $2 AND external_id = $3",
+        rows = await conn.fetch(
+            """SELECT id, user_id, external_id, created_at FROM sessions
+               WHERE agent = $1 AND ($2::text IS NULL OR user_id = $2) AND external_id = $3 ORDER BY id LIMIT $4""",
             agent,
             user_id,
             external_id,
+            limit,
         )
-    return SessionRow(*row) if row else None
+    return [SessionRow(*row) for row in rows]
 
 
 async def list_sessions(

@@ -7,6 +7,7 @@ answered as done, not done twice. A group that holds one bad member fails as a w
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
 from uuid import UUID
@@ -294,10 +295,13 @@ async def finish(conn: Executor, group: Sequence[Finish]) -> list[Finished]:
     return [Finished(*row) for row in rows]
 
 
-async def take_over(conn: Executor, group: Sequence[TakeOver], *, max_lost_attempts: int = 3) -> list[TakenOver]:
+async def take_over(
+    conn: Executor, group: Sequence[TakeOver], *, max_lost_attempts: int = 3, until: datetime | None = None
+) -> list[TakenOver]:
     """Takes runs from their attempts, in the order asked; see `TakeOver` and transitions.sql.
 
-    A run whose `max_lost_attempts`th attempt is lost fails and is put aside as a dead letter. Raises StoreUnavailable.
+    A run whose `max_lost_attempts`th attempt is lost fails and is put aside as a dead letter. After `until`, by Postgres' clock,
+    no attempt is lost: the request came too late (control/contact.py). Raises StoreUnavailable.
     """
     columns = (
         [item.run_id for item in group],
@@ -308,10 +312,11 @@ async def take_over(conn: Executor, group: Sequence[TakeOver], *, max_lost_attem
         [item.error for item in group],
         [item.by for item in group],
         max_lost_attempts,
+        until,
     )
     with unavailable():
         rows = await conn.fetch(
-            "SELECT * FROM agentrun_1.take_over($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)",
+            "SELECT * FROM agentrun_1.take_over($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15)",
             *columns,
             *_event_columns(group),
             _ledger(group, default_epoch=0),

@@ -237,13 +237,15 @@ END $$;
 
 -- take_over: takes a run from its attempt, if it has one, and closes the log: what was reserved and never stored becomes `void`, then
 -- `restart {keep}`, then the terminal event if the run ends. The epoch stays: only a claim raises it. Reasons:
---   lost         by a reaper: only at the epoch seen and past the lease; pending again, or failed and put aside after p_max_lost
+--   lost         by a reaper: only at the epoch seen and past the lease, and only until p_until (null: whenever), since a lease that
+--                ran out in a stall of Postgres proves nothing; pending again, or failed and put aside after p_max_lost
 --   handed_back  by a draining worker, its own; retrying  by an attempt, its own, due again after p_after seconds:
 --                both bring their buffer and lower seq_reserved to their last number, so nothing has to be voided
 --   cancelled, superseded  end the run, whoever holds it
 -- The caller holds the locks of session, run and attempt.
 CREATE OR REPLACE FUNCTION agentrun_1.take_over_locked(
-    p_run uuid, p_reason text, p_epoch integer, p_reserved integer, p_after double precision, p_error text, p_by uuid, p_max_lost integer)
+    p_run uuid, p_reason text, p_epoch integer, p_reserved integer, p_after double precision, p_error text, p_by uuid,
+    p_max_lost integer, p_until timestamptz)
 RETURNS boolean
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -264,7 +266,7 @@ BEGIN
     IF v_run.status = 'running' THEN
         UPDATE attempts a SET outcome = v_outcome, ended_at = clock_timestamp(), seq_reserved = coalesce(p_reserved, a.seq_reserved)
         WHERE a.run_id = p_run AND a.epoch = v_run.epoch AND a.outcome = 'running'
-          AND (p_reason <> 'lost' OR a.lease_expires_at < now())
+          AND (p_reason <> 'lost' OR (a.lease_expires_at < now() AND now() <= coalesce(p_until, 'infinity')))
         RETURNING * INTO v_attempt;
         IF NOT FOUND THEN RETURN false; END IF;
     END IF;
@@ -309,7 +311,7 @@ END $$;
 -- clients must see at once.
 CREATE OR REPLACE FUNCTION agentrun_1.take_over(
     p_run uuid[], p_reason text[], p_epoch integer[], p_reserved integer[], p_after double precision[], p_error text[], p_by uuid[],
-    p_max_lost integer, e_run uuid[], e_epoch integer[], e_seq integer[], e_kind text[], e_data text[], p_ledger jsonb)
+    p_max_lost integer, p_until timestamptz, e_run uuid[], e_epoch integer[], e_seq integer[], e_kind text[], e_data text[], p_ledger jsonb)
 RETURNS TABLE (run_id uuid, ok boolean, status text, epoch integer, owner text, next_head uuid,
                event_seq integer[], event_kind text[], event_data text[])
 LANGUAGE plpgsql VOLATILE AS $$
@@ -332,7 +334,7 @@ BEGIN
 
     FOR n IN SELECT * FROM unnest(p_run, p_reason, p_epoch, p_reserved, p_after, p_error, p_by)
              AS t (run_id, reason, epoch, reserved, after, error, by_run) ORDER BY 1 LOOP
-        PERFORM agentrun_1.take_over_locked(n.run_id, n.reason, n.epoch, n.reserved, n.after, n.error, n.by_run, p_max_lost);
+        PERFORM agentrun_1.take_over_locked(n.run_id, n.reason, n.epoch, n.reserved, n.after, n.error, n.by_run, p_max_lost, p_until);
     END LOOP;
 
     RETURN QUERY

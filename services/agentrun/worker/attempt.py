@@ -5,20 +5,14 @@ Must not know Redis or Postgres: what the attempt writes goes through `RunLog` a
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
-from agentrun import failpoints
-from agentrun.agents.base import Executor, Result, RunInfo, Turn, Usage, UserInput
+from agentrun.agents.base import Executor, Result, RunInfo
 from agentrun.agents.failures import classify
-from agentrun.costs.pricing import price
-from agentrun.domain.events import TERMINAL, Kind, encode_data
-from agentrun.domain.text import clean
-from agentrun.store.transitions import LedgerRow
-from agentrun.telemetry import MODEL_CALLS, RUNS_ACTIVE, UNKNOWN_PRICES
+from agentrun.domain.events import Kind
+from agentrun.telemetry import RUNS_ACTIVE
+from agentrun.worker.context import AttemptContext, Opening
 from agentrun.worker.endings import Ending, Failure
 from agentrun.worker.lease import Lease
 from agentrun.worker.patience import log
@@ -26,8 +20,6 @@ from agentrun.worker.run_log import RunLog
 
 CANCEL_SECONDS = 2.0
 """How long an agent may take to end after it was cancelled; then it is left behind, fenced."""
-
-OURS = TERMINAL | {Kind.CREATED, Kind.STARTED, Kind.RESTART, Kind.VOID, Kind.USAGE}
 
 
 class End(StrEnum):
@@ -37,115 +29,6 @@ class End(StrEnum):
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
     HANDED_BACK = "handed_back"
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """What an agent is given at the start."""
-
-    inputs: Sequence[UserInput]
-    history: Sequence[Turn]
-    state: Any
-
-
-class AttemptContext:
-    """The agent's view of its attempt; see `agents.base.Context`."""
-
-    def __init__(self, run: RunInfo, opening: Opening, run_log: RunLog, lease: Lease, asked: "asyncio.Future[End]") -> None:
-        self.run = run
-        self.inputs = opening.inputs
-        self.history = opening.history
-        self.state = opening.state
-        self._log = run_log
-        self._lease = lease
-        self._asked = asked
-        self._calls = 0
-
-    @property
-    def deadline(self) -> float:
-        """`time.monotonic()` at which this attempt is stopped."""
-        return self._lease.stops_at
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the attempt has been asked to end."""
-        return self._asked.done()
-
-    async def emit(self, kind: Kind, data: Mapping[str, Any]) -> int:
-        """Sends one event of the agent. Raises ValueError for kinds that only the worker writes, Fenced after the end."""
-        if kind in OURS:
-            raise ValueError(f"an agent cannot emit {kind.value!r}; the worker does")
-        return await self.write(kind, data)
-
-    async def write(self, kind: Kind, data: Mapping[str, Any]) -> int:
-        """Sends one event of any kind: waits for a sure lease and a reserved number, and takes both in one step."""
-        encoded = encode_data(clean(dict(data)))
-        while True:
-            await self.ready()
-            if self._log.room:
-                break
-            await self._log.flush()
-        event = self._log.append(kind, encoded)
-        await failpoints.hit("worker.emitted")
-        return event.seq
-
-    async def ready(self) -> None:
-        """Waits while the lease is in doubt. Raises Fenced."""
-        self._log.check()
-        if self._lease.in_doubt:
-            await self._lease.sure()
-            self._log.check()
-
-    async def book(self, usage: Usage) -> None:
-        """Books one finished model call: a ledger row and a `usage` event. Raises Fenced; the row is stored all the same."""
-        row = self._row(usage)
-        await self.write(
-            Kind.USAGE,
-            {
-                "call": row.call,
-                "model": row.model,
-                "input_tokens": row.input_tokens,
-                "cached_tokens": row.cached_tokens,
-                "cache_write_tokens": row.cache_write_tokens,
-                "output_tokens": row.output_tokens,
-                "reasoning_tokens": row.reasoning_tokens,
-                "audio_input_tokens": row.audio_input_tokens,
-                "audio_output_tokens": row.audio_output_tokens,
-                "cost_usd": None if row.cost_usd is None else str(row.cost_usd),
-                "unmeasured": row.unmeasured,
-            },
-        )
-
-    def book_cut(self, usage: Usage) -> None:
-        """Books a model call that was cut: a ledger row only."""
-        self._row(usage)
-
-    async def checkpoint(self, state: Any) -> None:
-        """Stores everything so far with `state`. Raises Fenced."""
-        await self._log.flush(encode_data(clean(state)).decode())
-
-    def _row(self, usage: Usage) -> LedgerRow:
-        cost = price(usage, datetime.now(UTC))
-        row = LedgerRow(
-            call=self._calls,
-            model=str(clean(usage.model)),
-            input_tokens=usage.input_tokens,
-            cached_tokens=usage.cached_tokens,
-            cache_write_tokens=usage.cache_write_tokens,
-            output_tokens=usage.output_tokens,
-            reasoning_tokens=usage.reasoning_tokens,
-            audio_input_tokens=usage.audio_input_tokens,
-            audio_output_tokens=usage.audio_output_tokens,
-            cost_usd=cost.cost_usd,
-            price_id=cost.price_id,
-            unmeasured=not usage.measured,
-        )
-        self._calls += 1
-        MODEL_CALLS.labels(str(row.unmeasured).lower()).inc()
-        if row.cost_usd is None:
-            UNKNOWN_PRICES.inc()
-        self._log.book(row)
-        return row
 
 
 class Attempt:
@@ -222,8 +105,8 @@ class Attempt:
             log.warning("an agent does not end when cancelled and is left behind", run_id=str(self._run.id), why=asked)
             return asked
         error = RuntimeError("the agent cancelled itself") if task.cancelled() else task.exception()
-        if asked is End.HANDED_BACK and error is None:
-            return task.result()  # it ended by itself, just in time
+        if asked in (End.HANDED_BACK, End.TIMEOUT) and error is None:
+            return task.result()  # it ended by itself, just in time: what it cost is not paid twice
         if asked is not None:
             return asked
         return task.result() if error is None else error

@@ -16,6 +16,7 @@ from agentrun.domain.states import Outcome, RunStatus
 from agentrun.domain.text import clean
 from agentrun.store.transitions import Claimed, Finish, Finished, Flush, Reason, TakeOver
 from agentrun.telemetry import ATTEMPTS_ENDED, RUNS_FINISHED, TAKEOVERS
+from agentrun.worker.context import STATE_BYTES, TOO_LARGE
 from agentrun.worker.event_writer import Aftermath, Writer
 from agentrun.worker.patience import log
 from agentrun.worker.run_log import Rest, RunLog
@@ -71,6 +72,10 @@ class Ending:
         except (TypeError, ValueError, RecursionError) as error:
             await self.fail(Failure("invalid_result", f"the agent's result is not a JSON value: {error}"))
             return
+        if len(stored) > STATE_BYTES:
+            what = f"the agent's result takes {len(stored)} bytes; one has at most {STATE_BYTES}: store what is large elsewhere"
+            await self.fail(Failure(TOO_LARGE, what))
+            return
         await self._finish(RunStatus.SUCCEEDED, Kind.COMPLETED, data, result=stored)
 
     async def fail(self, failure: Failure) -> None:
@@ -118,6 +123,9 @@ class Ending:
                 done = await self._writer.finish(wish)
             except Exception as refusal:  # Postgres answered, and cannot take these values
                 status, last, done = await self._finish_without(rest, refusal)
+        await self._finished(status, last, done)
+
+    async def _finished(self, status: RunStatus, last: Event, done: Finished) -> None:
         if not done.ok:
             self._log.fence()
             ATTEMPTS_ENDED.labels("fenced").inc()
@@ -129,7 +137,10 @@ class Ending:
         self._after(events=(last,), publish=done.next_head)
 
     async def _finish_without(self, rest: Rest, refusal: Exception) -> tuple[RunStatus, Event, Finished]:
-        """Fails a run whose last events or result cannot be stored: the numbers stay, as voids, and readers drop them."""
+        """Fails a run whose last events or result cannot be stored: the numbers stay, as voids, and readers drop them.
+
+        The ledger rows have been stored by then (`Writer`).
+        """
         claimed = self._claimed
         log.error("a run's end cannot be stored", run_id=str(claimed.run_id), error=str(refusal))
         failure = Failure("unstorable", f"the run's output cannot be stored: {refusal}").data
@@ -143,25 +154,27 @@ class Ending:
             RunStatus.FAILED,
             error=encode_data(failure).decode(),
             events=[*events, last],
-            ledger=rest.ledger,
         )
         return RunStatus.FAILED, last, await self._writer.finish(wish)
 
     async def _give_back(self, reason: Reason, *, retry_after: float = 0.0, error: str | None = None) -> None:
         claimed = self._claimed
         async with self._log.end() as rest:
-            taken = await self._writer.give_back(
-                TakeOver(
-                    claimed.run_id,
-                    reason,
-                    epoch=claimed.epoch,
-                    last_seq=rest.last_seq,
-                    retry_after=retry_after,
-                    error=error,
-                    events=rest.events,
-                    ledger=rest.ledger,
-                )
+            wish = TakeOver(
+                claimed.run_id,
+                reason,
+                epoch=claimed.epoch,
+                last_seq=rest.last_seq,
+                retry_after=retry_after,
+                error=error,
+                events=rest.events,
+                ledger=rest.ledger,
             )
+            try:
+                taken = await self._writer.give_back(wish)
+            except Exception as refusal:  # Postgres answered, and would refuse the same events again
+                await self._finished(*await self._finish_without(rest, refusal))
+                return
         if not taken.ok:
             self._log.fence()
             ATTEMPTS_ENDED.labels("fenced").inc()

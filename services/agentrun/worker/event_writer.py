@@ -9,24 +9,31 @@ Must not know what an attempt is about, nor in which order its writes come: that
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 from uuid import UUID
 
 from agentrun import failpoints
 from agentrun.bus.events import EventStream
 from agentrun.bus.runs import Held, WorkStream
+from agentrun.costs.usage import NAME_CHARACTERS
 from agentrun.domain.events import Event
 from agentrun.store import transitions
 from agentrun.store.group import Group
 from agentrun.store.pool import Pool
-from agentrun.store.transitions import AttemptRef, Finish, Finished, Flush, TakenOver, TakeOver
+from agentrun.store.transitions import AttemptRef, Finish, Finished, Flush, LedgerRow, TakenOver, TakeOver
 from agentrun.telemetry import EVENTS
 from agentrun.worker.patience import Complaint, log, until_answered
 
 MOST = 500
 BUFFERED_EVENTS = 20_000
+BUFFERED_BYTES = 64_000_000
+GROUP_BYTES = 4_000_000
+EVENT_OVERHEAD_BYTES = 100
 REDIS_PAUSE_SECONDS = 0.5
+
+R = TypeVar("R")
+W = TypeVar("W", Flush, Finish, TakeOver)
 
 
 class Appends(Protocol):
@@ -40,9 +47,19 @@ class Appends(Protocol):
 class LiveStage:
     """Events on their way to Redis, in order. Never blocks who puts one in; what finds no room or no Redis is dropped."""
 
-    def __init__(self, stream: Appends, *, most_waiting: int = BUFFERED_EVENTS) -> None:
+    def __init__(
+        self,
+        stream: Appends,
+        *,
+        most_waiting: int = BUFFERED_EVENTS,
+        most_bytes: int = BUFFERED_BYTES,
+        group_bytes: int = GROUP_BYTES,
+    ) -> None:
         self._stream = stream
         self._most_waiting = most_waiting
+        self._most_bytes = most_bytes
+        self._group_bytes = group_bytes
+        self._bytes = 0
         self._waiting: deque[tuple[UUID, Event]] = deque()
         self._put = 0
         self._done = 0
@@ -53,8 +70,9 @@ class LiveStage:
     def put(self, run_id: UUID, events: Sequence[Event]) -> None:
         """Hands events over."""
         for event in events:
-            if len(self._waiting) < self._most_waiting:
+            if len(self._waiting) < self._most_waiting and self._bytes < self._most_bytes:
                 self._waiting.append((run_id, event))
+                self._bytes += len(event.data)
                 self._put += 1
         if self._sender is None and self._waiting:
             self._sender = asyncio.create_task(self._send(), name="live events")
@@ -69,7 +87,7 @@ class LiveStage:
     async def _send(self) -> None:
         try:
             while self._waiting:
-                group = [self._waiting.popleft() for _ in range(min(MOST, len(self._waiting)))]
+                group = self._take()
                 away = not await self._try(group)
                 self._done += len(group)
                 while self._marks and self._marks[0][0] <= self._done:
@@ -80,6 +98,15 @@ class LiveStage:
                     await asyncio.sleep(REDIS_PAUSE_SECONDS)
         finally:
             self._sender = None
+
+    def _take(self) -> list[tuple[UUID, Event]]:
+        group: list[tuple[UUID, Event]] = []
+        size = 0
+        while self._waiting and len(group) < MOST and size < self._group_bytes:
+            group.append(self._waiting.popleft())
+            size += len(group[-1][1].data)
+        self._bytes -= size
+        return group
 
     async def _try(self, group: Sequence[tuple[UUID, Event]]) -> bool:
         try:
@@ -114,9 +141,9 @@ class Writer:
         self._pool = pool
         self._work = work
         self.live = LiveStage(events)
-        self._flushes: Group[Flush, bool] = Group(self._flush_group, most=MOST, stage="flush")
-        self._finishes: Group[Finish, Finished] = Group(self._finish_group, most=MOST, stage="finish")
-        self._take_overs: Group[TakeOver, TakenOver] = Group(self._take_over_group, most=MOST, stage="give_back")
+        self._flushes: Group[Flush, bool] = Group(self._flush_group, most=MOST, weigh=_weight, stage="flush")
+        self._finishes: Group[Finish, Finished] = Group(self._finish_group, most=MOST, weigh=_weight, stage="finish")
+        self._take_overs: Group[TakeOver, TakenOver] = Group(self._take_over_group, most=MOST, weigh=_weight, stage="give_back")
         self._aftermaths: Group[Aftermath, None] = Group(self._after_group, most=MOST, stage="after")
         self._tasks: set[asyncio.Task[None]] = set()
         self._store_complaint = Complaint("Postgres does not take what the runs write")
@@ -124,15 +151,15 @@ class Writer:
 
     async def flush(self, item: Flush) -> bool:
         """Stores; answers whether the attempt still held its run."""
-        return await until_answered(lambda: self._flushes.submit(item), complaint=self._store_complaint)
+        return await self._write(self._flushes, item)
 
     async def finish(self, item: Finish) -> Finished:
         """Ends a run by its own attempt."""
-        return await until_answered(lambda: self._finishes.submit(item), complaint=self._store_complaint)
+        return await self._write(self._finishes, item)
 
     async def give_back(self, item: TakeOver) -> TakenOver:
         """Gives a run back by its own attempt."""
-        return await until_answered(lambda: self._take_overs.submit(item), complaint=self._store_complaint)
+        return await self._write(self._take_overs, item)
 
     def after(self, item: Aftermath) -> None:
         """Does what follows an ending, in the background."""
@@ -147,6 +174,30 @@ class Writer:
         while self._tasks:
             await asyncio.wait(self._tasks)
         await self.live.sent()
+
+    async def _write(self, group: Group[W, R], item: W) -> R:
+        """Until it is answered. What Postgres refuses is tried again without its ledger rows, which are then stored one by one: neither
+        does a bad row cost the run's output, nor bad output the rows.
+        """
+        try:
+            return await until_answered(lambda: group.submit(item), complaint=self._store_complaint)
+        except Exception:
+            if not item.ledger:
+                raise
+            for row in item.ledger:
+                await self._book(AttemptRef(item.run_id, item.epoch or 0), row)
+            bare = replace(item, ledger=())
+            return await until_answered(lambda: group.submit(bare), complaint=self._store_complaint)
+
+    async def _book(self, ref: AttemptRef, row: LedgerRow) -> None:
+        """One ledger row; one that is refused without its figures, so that at least the call is on record."""
+        for told in (row, _without_figures(row)):
+            item = Flush(ref.run_id, ref.epoch, 0, ledger=(told,))
+            try:
+                await until_answered(lambda item=item: self._flushes.submit(item), complaint=self._store_complaint)  # type: ignore[misc]
+                return
+            except Exception as refusal:
+                log.error("a ledger row is refused", run_id=str(ref.run_id), row=repr(told), error=str(refusal))
 
     async def _late(self, item: Flush) -> None:
         await self.flush(item)
@@ -193,3 +244,15 @@ class Writer:
         except Exception as error:
             self._bus_complaint.about(error)
         return [None] * len(group)
+
+
+def _weight(item: Flush | Finish | TakeOver) -> int:
+    """About how many bytes it takes to store."""
+    weight = sum(len(event.data) + EVENT_OVERHEAD_BYTES for event in item.events)
+    if isinstance(item, Flush):
+        return weight + (len(item.checkpoint.state) if item.checkpoint else 0)
+    return weight + (len(item.result or "") if isinstance(item, Finish) else 0)
+
+
+def _without_figures(row: LedgerRow) -> LedgerRow:
+    return LedgerRow(row.call, row.model[:NAME_CHARACTERS], 0, 0, 0, 0, 0, 0, 0, None, None, unmeasured=True)

@@ -114,6 +114,7 @@ class LeaseKeeper:
         self._beside = beside
         self._failure: Exception | None = None
         self._leases: dict[AttemptRef, Lease] = {}
+        self._entries: set[str] = set()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
         self._up, self._down = asyncio.Event(), asyncio.Event()  # of the worker's loop: no thread is needed to wait
@@ -156,6 +157,16 @@ class LeaseKeeper:
         """Lets go of it."""
         with self._lock:
             self._leases.pop(lease.ref, None)
+
+    def hold(self, entry_id: str) -> None:
+        """Refreshes an entry that has no lease yet."""
+        with self._lock:
+            self._entries.add(entry_id)
+
+    def let_go(self, entry_id: str) -> None:
+        """Refreshes it no more."""
+        with self._lock:
+            self._entries.discard(entry_id)
 
     def _held(self) -> list[Lease]:
         with self._lock:
@@ -244,7 +255,8 @@ class LeaseKeeper:
                 lease.ended()
 
     async def _refresh(self, stores: Stores) -> None:
-        entries = [lease.entry_id for lease in self._held()]
+        with self._lock:
+            entries = [*self._entries, *(lease.entry_id for lease in self._leases.values())]
         if entries:
             await stores.refresh(entries)
 

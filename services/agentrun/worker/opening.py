@@ -11,7 +11,7 @@ from agentrun.store import runs
 from agentrun.store.pool import Pool
 from agentrun.store.runs import PastRun
 from agentrun.store.transitions import Claimed
-from agentrun.worker.attempt import Opening
+from agentrun.worker.context import Opening
 
 
 async def read(pool: Pool, group: Sequence[Claimed]) -> dict[UUID, Opening]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 from redis.asyncio import Redis
 
 from agentrun import health
-from agentrun.agents.base import Executor
+from agentrun.agents.base import Executor, close
 from agentrun.agents.loading import load
 from agentrun.bus import connection
 from agentrun.bus.keys import Keys
@@ -71,11 +71,12 @@ async def run(settings: Settings, manifest: AgentRun) -> None:
             told.keeper, told.worker, told.waits_for = keeper, worker, None
             worker.start()
             log.info("worker started", consumer=consumer, capacity=bounds.capacity)
-            await stop.wait()
+            await _either(stop, worker.spent)
             log.info("worker stops", active=worker.active)
             told.worker = None
             await worker.stop(manifest.spec.workers.drain_seconds)
     finally:
+        await _close(executor)
         await keeper.stop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(name)
@@ -108,6 +109,25 @@ async def _stores(settings: Settings, manifest: AgentRun) -> AsyncIterator[tuple
                 await pool.close()
         except TimeoutError:
             pool.terminate()
+
+
+async def _either(*events: asyncio.Event) -> None:
+    """Waits for one of them."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def _close(executor: Executor) -> None:
+    """Lets the agent close its connections, for a little while."""
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await close(executor)
+    except Exception as error:
+        log.warning("the agent could not be closed", error=f"{type(error).__name__}: {error}")
 
 
 async def _until(stop: asyncio.Event, what: Callable[[], Awaitable[None]]) -> bool:

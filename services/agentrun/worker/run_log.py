@@ -17,6 +17,11 @@ from agentrun.domain.events import Event, Kind
 from agentrun.store.transitions import RESERVE, AttemptRef, Checkpoint, Flush, LedgerRow
 from agentrun.telemetry import FENCED_WRITES
 
+FLUSH_BYTES = 1_000_000
+"""So much goes to Postgres without waiting for more."""
+BUFFER_BYTES = 4_000_000
+"""So much may wait for it; then the agent waits too."""
+
 
 class Live(Protocol):
     """The way to the readers."""
@@ -79,6 +84,7 @@ class RunLog:
         self._next = top + 1
         self._reserved = reserved
         self._events: list[Event] = []
+        self._bytes = 0
         self._ledger: list[LedgerRow] = []
         self._order = asyncio.Lock()
         self._sealed = False
@@ -93,8 +99,8 @@ class RunLog:
 
     @property
     def room(self) -> bool:
-        """Whether the next number is known to be reserved."""
-        return self._next <= self._reserved
+        """Whether the next number is known to be reserved, and the buffer takes more."""
+        return self._next <= self._reserved and self._bytes < BUFFER_BYTES
 
     def check(self) -> None:
         """Raises if nothing may be written any more: Fenced, or the error with which Postgres refused a write."""
@@ -109,6 +115,7 @@ class RunLog:
         event = Event(self._next, self._ref.epoch, kind, data)
         self._next += 1
         self._events.append(event)
+        self._bytes += len(data)
         self._out.live.put(self._ref.run_id, (event,))
         self._schedule()
         return event
@@ -140,6 +147,7 @@ class RunLog:
                 self.fence()
                 self.check()
             del self._events[: len(events)]
+            self._bytes -= sum(len(event.data) for event in events)
             self._reserved = max(self._reserved, reserve)
             await failpoints.hit("worker.checkpoint.committed" if point else "worker.flush.committed")
 
@@ -181,7 +189,7 @@ class RunLog:
     def _schedule(self) -> None:
         if self._flusher is not None:
             return
-        if len(self._events) >= self._limits.events:
+        if len(self._events) >= self._limits.events or self._bytes >= FLUSH_BYTES:
             self._flush_soon()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._limits.seconds, self._flush_soon)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from protocol_state import FINAL, GONE, IDLE, REAPER, RESTING, UP, State, Step, put
@@ -31,38 +31,42 @@ class Maintenance(Worker):
             for entry, r, consumer in s.pending:
                 if self._is_idle(s, entry, consumer):
                     mine = tuple((e, x, REAPER if e == entry else c) for e, x, c in s.pending)
-                    found = now(s._replace(pending=mine), pc="look", entry=entry, run=r)
+                    found = now(s._replace(pending=mine), pc="look", entry=entry, run=r, steady=self._in_touch(s))
                     yield f"{me} autoclaims an entry of run {r}", found, False
-            if "lease_scan" in self.rules:
-                for r, run in enumerate(s.runs):
-                    if run.status == "running" and not run.attempts[-1].lease:
-                        found = now(s, pc="take", run=r, epoch=run.epoch)
-                        yield f"{me} scans Postgres: run {r}'s lease is over", found, False
+            if "contact_before_the_look" in self.bugs:
+                if not s.outage:
+                    yield f"{me} reaches Postgres", now(s, pc="reached"), False
+            else:
+                yield from self._scan(s, k, now)
+            return
+        if p.pc == "reached":
+            yield from self._scan(s, k, now)
+            yield f"{me} finds nothing", rest(s), False
             return
         if s.faults and "crash" in self.scenario.kinds:
             yield f"FAULT {me} crashes", rest(s)._replace(faults=s.faults - 1), True
         r, run = p.run, s.runs[p.run]
         if p.pc == "look":
             if run.status == "pending" and run.due and self.is_head(s, r):
-                yield f"{me} sees pending, head, due", now(s, pc="republish"), False
+                yield f"{me} sees pending, head, due", now(s, pc="republish", steady=False), False
             elif run.status != "running":
                 yield f"{me} sees {run.status}: acks", rest(self.acknowledge(s, r, p.entry)), False
             elif run.attempts[-1].lease and "no_lease_check" not in self.bugs:
                 owner = self.worker_of(run.attempts[-1].owner)
                 back = tuple((e, x, owner if e == p.entry else c) for e, x, c in s.pending)
                 yield f"{me} gives the entry to the lease's owner", rest(s._replace(pending=back)), False
-            else:
+            elif p.steady:
                 yield f"{me} sees an expired lease", now(s, pc="take", epoch=run.epoch), False
+            else:
+                yield f"{me} sees an expired lease, soon after an outage", rest(s), False
         elif p.pc == "take":
-            if s.outage and run.status == "running" and run.epoch == p.epoch:
-                return  # it has not reached Postgres for one lease
             label = f"{me} takes run {r} over"
-            n, ok = self.tx_reap(s, r, p.epoch, label)
+            n, ok = self.tx_reap(s, r, p.epoch, label) if p.steady else (s, False)
             if not ok:
                 yield label + ": no", rest(s), False
                 return
             ends = "letter" if not n.runs[r].dead_letter else "terminal" if self.watched(s, r) else "heads"
-            yield label, now(n, pc=ends if n.runs[r].status in FINAL else "republish"), False
+            yield label, now(n, pc=ends if n.runs[r].status in FINAL else "republish", steady=False), False
             if s.faults and "lost" in self.scenario.kinds:
                 yield label + " (reply LOST)", n._replace(faults=s.faults - 1), True
         elif p.pc == "republish":
@@ -76,6 +80,19 @@ class Maintenance(Worker):
         elif p.pc == "heads":
             n = self.acknowledge(self.publish_head(s, run.session), r, p.entry)
             yield f"{me} publishes the next head and acks", rest(n), False
+
+    def _in_touch(self, s: State) -> bool:
+        """The reaper has reached Postgres without a break for one lease."""
+        return not s.outage or "reaper_waits_after_outage" not in self.rules
+
+    def _scan(self, s: State, k: int, now: Callable[..., State]) -> Iterator[Step]:
+        """One statement: Postgres' time, from which the reaper knows its contact, and the leases that are over at it."""
+        if "lease_scan" not in self.rules or not (self._in_touch(s) or "contact_before_the_look" in self.bugs):
+            return
+        for r, run in enumerate(s.runs):
+            if run.status == "running" and not run.attempts[-1].lease:
+                found = now(s, pc="take", run=r, epoch=run.epoch, steady=True)
+                yield f"R{k} scans Postgres: run {r}'s lease is over", found, False
 
     def sweep_steps(self, s: State) -> Iterator[Step]:
         if s.sweep >= 0:
@@ -122,6 +139,8 @@ class Maintenance(Worker):
         if "outage" in kinds and any(run.status == "running" for run in s.runs):
             n = s._replace(faults=s.faults - 1, outage=True)
             n = self.map_attempts(n, lambda a: a._replace(lease=False))
-            if "reaper_waits_after_outage" not in self.rules:  # and a worker ends an attempt at its own deadline
+            if "take_over_names_contact" in self.rules:
+                n = n._replace(reapers=tuple(p._replace(steady=False) for p in n.reapers))
+            if "attempt_outlives_its_deadline" not in self.rules:
                 n = n._replace(places=tuple(IDLE if p.pc == "run" else p for p in n.places))
             yield "FAULT Postgres is away for more than a lease", n, True

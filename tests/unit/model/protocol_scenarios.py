@@ -33,6 +33,7 @@ BASE: dict[str, Scenario] = {
     "merge: three submissions": Scenario(sessions=(0, 0, 0), policy="Merge", effect_at=1, faults=0, workers=1),
     "reject: any fault": Scenario(**QUEUE, sessions=(0, 0), policy="Reject", faults=1),
     "outage of Postgres": Scenario(kinds=kinds("outage crash")),
+    "outage of Postgres: workers that are slow": Scenario(**QUEUE, kinds=kinds("outage crash pause")),
     "stream: any fault": Scenario(**STREAM, workers=1, faults=1),
     "stream: two workers": Scenario(client=True, faults=1, kinds=kinds("crash pause")),
     "stream: cancel": Scenario(**STREAM, workers=1, faults=1, cancel=True, kinds=kinds("crash cut flush")),
@@ -133,7 +134,9 @@ WITHOUT: dict[str, Proof] = {
     "insert_before_policy, Merge": without("insert_before_policy", "P7", policy="Merge", faults=1, kinds=kinds("again")),
     "insert_before_policy, Reject": without("insert_before_policy", "P7", policy="Reject", faults=1, kinds=kinds("lost")),
     "take_over_rechecks_lease": without("take_over_rechecks_lease", "P9", **QUEUE, faults=1, kinds=kinds("pause")),
+    "attempt_outlives_its_deadline": without("attempt_outlives_its_deadline", "P10", faults=1, kinds=kinds("outage")),
     "reaper_waits_after_outage": without("reaper_waits_after_outage", "P10", faults=1, kinds=kinds("outage")),
+    "take_over_names_contact": without("take_over_names_contact", "P10", kinds=kinds("outage pause")),
     "owner_has_nonce": without("owner_has_nonce", "P6", **ONE_OF_TWO_PLACES, faults=1, kinds=kinds("flush")),
     "run_once_in_group": without(
         "run_once_in_group", "P6", **ONE_OF_TWO_PLACES, groups=True, faults=1, kinds=kinds("flush")
@@ -170,6 +173,7 @@ BUGS: dict[str, Proof] = {
     ),
     "check_then_write": bug("check_then_write", "P5", kinds=kinds("pause"), faults=1),
     "no_lease_check": bug("no_lease_check", "P9", **QUEUE, kinds=kinds("pause crash")),
+    "contact_before_the_look": bug("contact_before_the_look", "P10", faults=1, kinds=kinds("outage")),
     "zero_is_fenced": bug("zero_is_fenced", "P10", **QUEUE, kinds=kinds("lost"), faults=1),
     "hash_never_cleared, no look-up": Proof(
         Scenario(**QUEUE, faults=0, without=kinds("lost_entries_leave_the_hash"), bugs=kinds("hash_never_cleared")), STUCK

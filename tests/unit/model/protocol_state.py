@@ -76,6 +76,7 @@ class Reaper(NamedTuple):
     entry: int
     run: int
     epoch: int
+    steady: bool  # its contact, a lease long, is good enough for a take-over; Postgres judges it, by its clock
 
 
 class Client(NamedTuple):
@@ -111,13 +112,13 @@ class State(NamedTuple):
     network: tuple[tuple[Any, ...], ...]  # requests that arrive late
     faults: int  # left
     gives: int  # hand-backs and retryable errors left
-    outage: bool
+    outage: bool  # less than one lease ago
 
 
 Step = tuple[str, State, bool]
 
 IDLE = Place("idle", 0, -1, -1, 0, -1, -1, (), 0, -1, 0)
-RESTING = Reaper("idle", 0, -1, -1)
+RESTING = Reaper("idle", 0, -1, -1, False)
 ALL_KINDS = frozenset(("crash", "pause", "lost", "flush", "channel", "again", "late", "cut"))
 
 # The rules of docs/architecture.md that can be taken away one by one.
@@ -141,7 +142,9 @@ RULES = frozenset(
         "own_give_back_stores_buffer",
         "lease_scan",
         "take_over_rechecks_lease",
+        "attempt_outlives_its_deadline",  # past it an attempt pauses and may renew late
         "reaper_waits_after_outage",
+        "take_over_names_contact",  # refused when Postgres was away between the reaper's contact and its act
         "dead_letter_in_take_over",
         # bus and stream
         "lost_entries_leave_the_hash",

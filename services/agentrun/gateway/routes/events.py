@@ -4,8 +4,10 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from agentrun.gateway import streams
-from agentrun.gateway.context import Gateway, accepts_events, answering
-from agentrun.gateway.problems import STORE_UNAVAILABLE, Problem
+from agentrun.gateway.answering import answering
+from agentrun.gateway.context import Gateway
+from agentrun.gateway.headers import accepts_events
+from agentrun.gateway.problems import OVERLOADED, STORE_UNAVAILABLE, Problem
 
 
 class Events:
@@ -22,9 +24,12 @@ class Events:
             async with answering():
                 run = await gateway.run_of(caller, scope["path_params"]["run_id"])
                 start = await streams.start_at(gateway.pool, run.id, cursor)
+            if gateway.feeds.full and not start.at_end:
+                raise Problem(OVERLOADED, "Too many clients follow runs. Send the same request again.")
         except Problem as problem:
-            if problem.kind is STORE_UNAVAILABLE and accepts_events(scope["headers"]):
-                await streams.busy(scope, receive, send)
+            if problem.kind in (STORE_UNAVAILABLE, OVERLOADED) and accepts_events(scope["headers"]):
+                retry = streams.FULL_MILLISECONDS if problem.kind is OVERLOADED else streams.BUSY_MILLISECONDS
+                await streams.busy(scope, receive, send, retry=retry)
             else:
                 await problem(scope, receive, send)
             return

@@ -1,26 +1,22 @@
 """GET /v1/runs, GET /v1/runs/{run_id}, POST /v1/runs/{run_id}/cancel."""
 
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Any
 from uuid import UUID
 
 import msgspec
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
-from starlette.requests import Request
 
 from agentrun import telemetry
-from agentrun.domain.errors import StoreUnavailable
 from agentrun.domain.states import FINAL, Outcome, RunStatus
-from agentrun.gateway.auth import Caller
-from agentrun.gateway.context import Gateway, answering, events_url, page_position, session_name
+from agentrun.gateway.answering import answering, read_back
+from agentrun.gateway.context import Gateway, events_url, page_position, session_name
 from agentrun.gateway.problems import ALREADY_FINISHED, Problem, not_found
+from agentrun.gateway.routes.parameters import After, Limit, User, Who
 from agentrun.store import attempts, ledger, runs, transitions
 from agentrun.store.runs import RunRow
 from agentrun.store.transitions import Reason, TakenOver, TakeOver
-
-Limit = Annotated[int, Query(ge=1, le=200, description="How many at most.")]
-After = Annotated[str | None, Query(description="The `next` of the page before.")]
 
 
 class Waiting(BaseModel):
@@ -57,6 +53,7 @@ class RunSummary(BaseModel):
     run_id: UUID
     session_id: UUID
     session: str = Field(description="The session's name, as in /v1/sessions/{session}/messages.")
+    user: str
     status: RunStatus
     waiting: Waiting | None
     superseded_by: UUID | None
@@ -114,6 +111,7 @@ def summary(run: RunRow) -> RunSummary:
         run_id=run.id,
         session_id=run.session_id,
         session=run.external_id,
+        user=run.user_id,
         status=run.status,
         waiting=waiting(run),
         superseded_by=run.superseded_by,
@@ -128,16 +126,12 @@ def router(gateway: Gateway) -> APIRouter:
     """The addresses."""
     routes = APIRouter(prefix="/v1/runs", tags=["runs"])
 
-    async def authenticated(request: Request) -> Caller:
-        return gateway.authenticator.caller(request.scope)
-
-    Who = Annotated[Caller, Depends(authenticated)]
-
     @routes.get("", summary="Runs, newest first")
     async def list_runs(
         caller: Who,
         status: RunStatus | None = None,
         session: str | None = None,
+        user: User = None,
         after: After = None,
         limit: Limit = 50,
     ) -> RunPage:
@@ -145,7 +139,7 @@ def router(gateway: Gateway) -> APIRouter:
             found = await runs.list_runs(
                 gateway.pool,
                 agent=gateway.agent,
-                user_id=caller.sees,
+                user_id=caller.asking_for(user),
                 status=status,
                 session=session_name(session) if session is not None else None,
                 before=page_position(after),
@@ -184,7 +178,8 @@ def router(gateway: Gateway) -> APIRouter:
     async def cancel_run(caller: Who, run_id: str) -> Cancelled:
         async with answering():
             run = await gateway.run_of(caller, run_id)
-            taken = await _take_over(gateway, run.id)
+            wish = [TakeOver(run.id, Reason.CANCELLED)]
+            taken = (await read_back(lambda: transitions.take_over(gateway.pool, wish)))[0]
         if taken.status is None:
             raise not_found("run")
         if not taken.ok:
@@ -203,14 +198,6 @@ def router(gateway: Gateway) -> APIRouter:
         )
 
     return routes
-
-
-async def _take_over(gateway: Gateway, run_id: UUID) -> TakenOver:
-    wish = [TakeOver(run_id, Reason.CANCELLED)]
-    try:
-        return (await transitions.take_over(gateway.pool, wish))[0]
-    except StoreUnavailable:
-        return (await transitions.take_over(gateway.pool, wish))[0]  # found done if only the reply was lost
 
 
 def _tell(gateway: Gateway, taken: TakenOver, *, news: bool) -> None:

@@ -1,19 +1,18 @@
 """GET /v1/sessions, GET /v1/sessions/{session}/messages: conversations as their user sees them."""
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from uuid import UUID
 
 import msgspec
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
-from starlette.requests import Request
 
 from agentrun.domain.states import RunStatus
-from agentrun.gateway.auth import Caller
-from agentrun.gateway.context import Gateway, answering, page_position, session_name
-from agentrun.gateway.problems import not_found
-from agentrun.gateway.routes.runs import After, Limit
+from agentrun.gateway.answering import answering
+from agentrun.gateway.context import Gateway, page_position, session_name
+from agentrun.gateway.problems import INVALID_PARAMETER, Problem, not_found
+from agentrun.gateway.routes.parameters import After, Limit, User, Who
 from agentrun.store import runs, sessions
 from agentrun.store.runs import HeldInput, RunRow
 
@@ -81,16 +80,11 @@ def router(gateway: Gateway) -> APIRouter:
     """The addresses."""
     routes = APIRouter(prefix="/v1/sessions", tags=["sessions"])
 
-    async def authenticated(request: Request) -> Caller:
-        return gateway.authenticator.caller(request.scope)
-
-    Who = Annotated[Caller, Depends(authenticated)]
-
     @routes.get("", summary="Sessions, newest first")
-    async def list_sessions(caller: Who, after: After = None, limit: Limit = 50) -> SessionPage:
+    async def list_sessions(caller: Who, user: User = None, after: After = None, limit: Limit = 50) -> SessionPage:
         async with answering():
             found = await sessions.list_sessions(
-                gateway.pool, agent=gateway.agent, user_id=caller.sees, before=page_position(after), limit=limit + 1
+                gateway.pool, agent=gateway.agent, user_id=caller.asking_for(user), before=page_position(after), limit=limit + 1
             )
         page = found[:limit]
         return SessionPage(
@@ -101,13 +95,16 @@ def router(gateway: Gateway) -> APIRouter:
         )
 
     @routes.get("/{session}/messages", summary="The messages of a session, whole, newest first; pages are counted in runs")
-    async def list_messages(caller: Who, session: str, after: After = None, limit: Limit = 50) -> ItemPage:
-        name, before = session_name(session), page_position(after)
+    async def list_messages(caller: Who, session: str, user: User = None, after: After = None, limit: Limit = 50) -> ItemPage:
+        name, before, whose = session_name(session), page_position(after), caller.asking_for(user)
         async with answering():
-            if await sessions.find(gateway.pool, agent=gateway.agent, user_id=caller.user, external_id=name) is None:
+            known = await sessions.named(gateway.pool, agent=gateway.agent, user_id=whose, external_id=name)
+            if not known:
                 raise not_found("session")
+            if len(known) > 1:
+                raise Problem(INVALID_PARAMETER, "Several users have a session of this name. Say whose with `?user=`.")
             found = await runs.list_runs(
-                gateway.pool, agent=gateway.agent, user_id=caller.user, session=name, before=before, limit=limit + 1
+                gateway.pool, agent=gateway.agent, user_id=known[0].user_id, session=name, before=before, limit=limit + 1
             )
             page = found[:limit]
             inputs = await runs.held_inputs(gateway.pool, [run.id for run in page])

@@ -11,10 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from agentrun import telemetry
 from agentrun.domain.idempotency import MAX_CLIENT_KEY
-from agentrun.gateway import bodies, streams
-from agentrun.gateway.context import Gateway, accepts_events, answering, events_url, headers_named, session_name
+from agentrun.gateway import bodies, headers, streams
+from agentrun.gateway.answering import answering
+from agentrun.gateway.context import Gateway, events_url, session_name
 from agentrun.gateway.frames import START
-from agentrun.gateway.problems import INVALID_CURSOR, INVALID_HEADER, Problem
+from agentrun.gateway.problems import INVALID_CURSOR, INVALID_HEADER, OVERLOADED, Problem, suspended
 from agentrun.gateway.submissions import Accepted, Message
 
 _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_CLIENT_KEY}}}")
@@ -44,14 +45,14 @@ class Submit:
             return
         except bodies.ClientLeft:
             return
-        headers = [(b"location", f"/v1/runs/{accepted.run_id}".encode())]
+        fields = [(b"location", f"/v1/runs/{accepted.run_id}".encode())]
         if accepted.replayed:
-            headers.append((b"idempotency-replayed", b"true"))
+            fields.append((b"idempotency-replayed", b"true"))
         telemetry.RUNS_SUBMITTED.labels(str(accepted.replayed).lower()).inc()
         if cursor is None:
-            await _answer(accepted, headers, send)
+            await _answer(accepted, fields, send)
         else:
-            await self._stream(scope, receive, send, Begun(accepted, cursor, headers))
+            await self._stream(scope, receive, send, Begun(accepted, cursor, fields))
 
     async def _accept(self, scope: Scope, receive: Receive) -> tuple[Accepted, int | None]:
         """The stored run, and where its stream begins if the client wants one."""
@@ -61,14 +62,23 @@ class Submit:
         given = scope["path_params"].get("session")
         session = session_name(given) if given is not None else None
         client_key = _client_key(scope)
-        cursor = streams.cursor_of(scope, None) if accepts_events(scope["headers"]) else None
-        if cursor is not None and cursor != START and client_key is None:
+        cursor = streams.cursor_of(scope, None) if headers.accepts_events(scope["headers"]) else None
+        if cursor is not None and gateway.feeds.full:
+            raise Problem(OVERLOADED, "Too many clients follow runs. Nothing was stored. Send the same request again.")
+        resumes = cursor is not None and cursor != START
+        if gateway.suspended and not resumes:
+            raise suspended()
+        if resumes and client_key is None:
             raise Problem(
                 INVALID_CURSOR,
                 "To resume, send the Idempotency-Key of the first request too: without it this could start another run.",
             )
         body = bodies.parse_message(await bodies.read(scope, receive, limit=gateway.max_body_bytes))
-        return await gateway.submissions.accept(Message(caller.user, session, client_key, body)), cursor
+        message = Message(caller.user, session, client_key, body)
+        if resumes and client_key is not None:
+            # Who has seen events has a run: a run made now would have none up to that position, and the client would miss its output.
+            return await gateway.submissions.find(message, client_key), cursor
+        return await gateway.submissions.accept(message), cursor
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send, begun: "Begun") -> None:
         accepted = begun.accepted
@@ -96,7 +106,7 @@ class Begun:
 
 
 def _client_key(scope: Scope) -> str | None:
-    named = headers_named(scope["headers"], b"idempotency-key")
+    named = headers.named(scope["headers"], b"idempotency-key")
     if not named:
         return None
     if len(named) > 1 or not _KEY.fullmatch(named[0]):
@@ -104,7 +114,7 @@ def _client_key(scope: Scope) -> str | None:
     return named[0]
 
 
-async def _answer(accepted: Accepted, headers: list[tuple[bytes, bytes]], send: Send) -> None:
+async def _answer(accepted: Accepted, fields: list[tuple[bytes, bytes]], send: Send) -> None:
     body = msgspec.json.encode(
         Answer(
             str(accepted.run_id),
@@ -115,5 +125,5 @@ async def _answer(accepted: Accepted, headers: list[tuple[bytes, bytes]], send: 
         )
     )
     own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 202, "headers": [*own, *headers]})
+    await send({"type": "http.response.start", "status": 202, "headers": [*own, *fields]})
     await send({"type": "http.response.body", "body": body})

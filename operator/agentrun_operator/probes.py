@@ -1,0 +1,309 @@
+"""What the operator knows about the stores themselves: may this database and this Redis be used?
+
+An answer is kept for a while. Asking never waits for a store: an unknown URL is asked about in the background, with a time limit and
+a bounded number of connections, and whoever asked is told when the answer changes. Only the first question about a URL waits, for a
+moment, since most stores answer within it.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import asyncpg
+import structlog
+
+from agentrun.bus import connection
+from agentrun.bus.connection import LoginRefused, MayEvict, TooOld
+from agentrun.domain.errors import BusMisconfigured, BusUnavailable, ConfigurationError, StoreUnavailable
+from agentrun.store import cron_tasks, dead_letters, migrations
+from agentrun.store.pool import Executor, connect, unavailable
+from agentrun_operator.facts import QueueFact, SchemaFact, StoreProblem
+from agentrun_operator.metrics import PROBES
+from agentrun_operator.resources import Key
+
+F = TypeVar("F")
+
+PROBE_SECONDS = 5.0
+FIRST_WAIT_SECONDS = 0.25
+FRESH_SECONDS = 60.0
+"""A good answer is asked for again after this long, or later where there are many stores: see MOST_PER_SECOND."""
+MOST_PER_SECOND = 1.5
+"""How many good answers of one kind are asked for again each second: what it costs stays the same for any number of stores."""
+RETRY_SECONDS = 5.0
+LONGEST_RETRY_SECONDS = 30.0
+INVALIDATE_GAP_SECONDS = 0.5
+CONNECTIONS = 24
+RETRY_CONNECTIONS = 8
+_CLOSE_SECONDS = 2.0
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseFact:
+    """The schema, how many dead letters nobody has redriven and how many schedules there are; None where there is no table for them."""
+
+    schema: SchemaFact
+    dead_lettered: int | None = None
+    schedules: int | None = None
+
+
+class StoreProbes:
+    """Databases and Redis servers by URL. `on_change` is called with the AgentRuns that asked about a store whose answer changed."""
+
+    def __init__(
+        self,
+        on_change: Callable[[Key], None],
+        *,
+        connections: int = CONNECTIONS,
+        seconds: float = PROBE_SECONDS,
+        fresh_seconds: float = FRESH_SECONDS,
+        retry_seconds: float = RETRY_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """At most `connections` stores of each kind are asked at the same time, each for at most `seconds`.
+
+        Stores that had a problem have places of their own, so that those that hang do not keep others waiting.
+        """
+        rules = _Rules(connections, seconds, fresh_seconds, retry_seconds, clock)
+        self._databases = _Answers("postgres", _ask_database, _database_unreachable, on_change, rules)
+        self._queues = _Answers("redis", _ask_redis, _redis_unreachable, on_change, rules)
+
+    async def database(self, key: Key, url: str) -> DatabaseFact | None:
+        """What is known about the database; None if nothing yet: `on_change` follows."""
+        return await self._databases.get(key, url)
+
+    async def schema(self, key: Key, url: str) -> SchemaFact | None:
+        """The schema part of it."""
+        found = await self._databases.get(key, url)
+        return found.schema if found is not None else None
+
+    async def queue(self, key: Key, url: str) -> QueueFact | None:
+        """What is known about the Redis; None if nothing yet: `on_change` follows."""
+        return await self._queues.get(key, url)
+
+    def known_database(self, url: str) -> DatabaseFact | None:
+        """What is known, without asking."""
+        return self._databases.known(url)
+
+    def invalidate_database(self, url: str) -> None:
+        """What is known may be wrong now, as after a migration: it is asked again, and the old answer stands meanwhile."""
+        self._databases.invalidate(url)
+
+    def invalidate_queue(self, url: str) -> None:
+        """The same for a Redis."""
+        self._queues.invalidate(url)
+
+    def forget(self, key: Key) -> None:
+        """This AgentRun is gone; what only it has asked about is dropped."""
+        self._databases.forget(key)
+        self._queues.forget(key)
+
+    async def aclose(self) -> None:
+        """Ends what is being asked."""
+        await self._databases.aclose()
+        await self._queues.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    connections: int
+    seconds: float
+    fresh_seconds: float
+    retry_seconds: float
+    clock: Callable[[], float]
+
+
+@dataclass(slots=True)
+class _Entry(Generic[F]):
+    answer: F | None = None
+    asked_by: set[Key] = field(default_factory=set)
+    fresh_until: float = float("-inf")
+    failures: int = 0
+    invalidated_at: float = float("-inf")
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None
+
+
+class _Answers(Generic[F]):
+    """The answers of one kind of store, by URL."""
+
+    def __init__(
+        self,
+        store: str,
+        ask: Callable[[str], Awaitable[tuple[F, bool]]],
+        unreachable: F,
+        on_change: Callable[[Key], None],
+        rules: _Rules,
+    ) -> None:
+        self._store = store
+        self._ask = ask
+        self._unreachable = unreachable
+        self._on_change = on_change
+        self._rules = rules
+        self._places = asyncio.Semaphore(rules.connections)
+        self._retry_places = asyncio.Semaphore(RETRY_CONNECTIONS)
+        self._entries: dict[str, _Entry[F]] = {}
+        self._urls: dict[Key, str] = {}
+
+    async def get(self, key: Key, url: str) -> F | None:
+        if self._urls.get(key) != url:
+            self.forget(key)
+            self._urls[key] = url
+        entry = self._entries.setdefault(url, _Entry())
+        first = entry.answer is None and entry.task is None
+        entry.asked_by.add(key)
+        if self._rules.clock() >= entry.fresh_until:
+            self._refresh(url, entry)
+        if first and entry.task is not None:
+            await asyncio.wait([entry.task], timeout=FIRST_WAIT_SECONDS)
+        return entry.answer
+
+    def known(self, url: str) -> F | None:
+        entry = self._entries.get(url)
+        return entry.answer if entry is not None else None
+
+    def invalidate(self, url: str) -> None:
+        entry = self._entries.get(url)
+        if entry is None:
+            return
+        entry.fresh_until = float("-inf")
+        if self._rules.clock() - entry.invalidated_at < INVALIDATE_GAP_SECONDS:
+            return  # all AgentRuns of one Redis say it at the same time
+        entry.invalidated_at = self._rules.clock()
+        if entry.task is not None:  # what it reads may be older than the reason for this call
+            entry.task.cancel()
+            entry.task = None
+        self._refresh(url, entry)
+
+    def forget(self, key: Key) -> None:
+        url = self._urls.pop(key, None)
+        entry = self._entries.get(url) if url is not None else None
+        if url is None or entry is None:
+            return
+        entry.asked_by.discard(key)
+        if not entry.asked_by:
+            del self._entries[url]
+            self._end(entry)
+
+    async def aclose(self) -> None:
+        entries = [*self._entries.values()]
+        self._entries.clear()
+        self._urls.clear()
+        tasks = [entry.task for entry in entries if entry.task is not None]
+        for entry in entries:
+            self._end(entry)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @staticmethod
+    def _end(entry: _Entry[F]) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+        if entry.task is not None:
+            entry.task.cancel()
+
+    def _refresh(self, url: str, entry: _Entry[F]) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+            entry.timer = None
+        if entry.task is None:
+            entry.task = asyncio.create_task(self._look(url, entry), name=f"probe-{self._store}")
+
+    async def _look(self, url: str, entry: _Entry[F]) -> None:
+        async with self._retry_places if entry.failures else self._places:
+            try:
+                async with asyncio.timeout(self._rules.seconds):
+                    answer, good = await self._ask(url)
+            except TimeoutError:
+                answer, good = self._unreachable, False
+            except Exception:
+                _log.exception("a store could not be looked at", store=self._store)
+                answer, good = self._unreachable, False
+        PROBES.labels(self._store, "ok" if good else "problem").inc()
+        entry.task = None
+        entry.failures = 0 if good else min(entry.failures + 1, 10)
+        if good:
+            pause = max(self._rules.fresh_seconds, len(self._entries) / MOST_PER_SECOND)
+        else:
+            pause = min(self._rules.retry_seconds * 2 ** (entry.failures - 1), LONGEST_RETRY_SECONDS)
+        pause *= random.uniform(0.9, 1.1)  # those that were asked together are not asked together again
+        entry.fresh_until = self._rules.clock() + pause
+        entry.timer = asyncio.get_running_loop().call_later(pause, self._refresh, url, entry)
+        if answer != entry.answer:
+            entry.answer = answer
+            for key in tuple(entry.asked_by):
+                self._on_change(key)
+
+
+_database_unreachable = DatabaseFact(SchemaFact(migrations.LATEST, problem=StoreProblem.UNREACHABLE))
+_redis_unreachable = QueueFact(StoreProblem.UNREACHABLE)
+
+
+async def _ask_database(url: str) -> tuple[DatabaseFact, bool]:
+    """The fact, and whether it is as good as it gets: then it is not asked again soon."""
+    if not url.startswith(("postgresql://", "postgres://")):  # an empty one would lead to a server on this machine
+        return _problem(StoreProblem.BAD_URL), False
+    try:
+        conn = await connect(url, name="agentrun-operator", command_timeout=PROBE_SECONDS)
+    except StoreUnavailable as error:
+        refused = isinstance(error.__cause__, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError)
+        return _problem(StoreProblem.REFUSED if refused else StoreProblem.UNREACHABLE), False
+    except ConfigurationError:
+        return _problem(StoreProblem.BAD_URL), False
+    except asyncpg.PostgresError:
+        return _problem(StoreProblem.REFUSED), False
+    try:
+        state = await migrations.check(conn)
+        if state.present == 0 and await _has_tables(conn):
+            return _problem(StoreProblem.OTHER_APPLICATION), False
+        dead_lettered = await dead_letters.count_open(conn) if state.present else None
+        schedules = await cron_tasks.count_live(conn) if state.present else None
+    except StoreUnavailable:
+        return _database_unreachable, False
+    except asyncpg.PostgresError:
+        return _problem(StoreProblem.REFUSED), False
+    finally:
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await conn.close()
+        except (TimeoutError, OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            conn.terminate()
+    schema = SchemaFact(state.required, state.present, state.oldest_accepted, state.owner)
+    return DatabaseFact(schema, dead_lettered, schedules), state.present >= state.required
+
+
+async def _has_tables(conn: Executor) -> bool:
+    """Whether somebody else works here: the migration would refuse."""
+    with unavailable():
+        return bool(
+            await conn.fetchval(
+                "SELECT EXISTS (SELECT FROM pg_class WHERE relnamespace = current_schema()::regnamespace AND relkind IN ('r', 'p'))"
+            )
+        )
+
+
+def _problem(problem: StoreProblem) -> DatabaseFact:
+    return DatabaseFact(SchemaFact(migrations.LATEST, problem=problem))
+
+
+async def _ask_redis(url: str) -> tuple[QueueFact, bool]:
+    try:
+        redis = await connection.connect(url, size=1)
+    except ConfigurationError:
+        return QueueFact(StoreProblem.BAD_URL), False
+    try:
+        await connection.check(redis)
+    except MayEvict:
+        return QueueFact(StoreProblem.EVICTS), False
+    except TooOld:
+        return QueueFact(StoreProblem.TOO_OLD), False
+    except (LoginRefused, BusMisconfigured):
+        return QueueFact(StoreProblem.REFUSED), False
+    except BusUnavailable:
+        return _redis_unreachable, False
+    finally:
+        await redis.aclose()
+    return QueueFact(), True

@@ -1,0 +1,81 @@
+"""The ConfigMap with the manifest, and the digests that decide whether a change of it replaces pods.
+
+The manifest in it holds what pods read and nothing that is at its default, so that pods of an older image, which knows fewer fields,
+can still start while they are the ones that serve.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from agentrun.manifests import AgentRun
+from agentrun_operator.digests import digest
+from agentrun_operator.render.labels import new_object
+from agentrun_operator.render.names import Component, config
+from agentrun_operator.resources import Key
+
+FILE = "agentrun.yaml"
+
+_Paths = tuple[tuple[str, ...], ...]
+
+_OPERATOR_ONLY: _Paths = (
+    ("agent", "secretRefs"),
+    ("image",),
+    ("imagePullPolicy",),
+    ("imagePullSecrets",),
+    ("database", "secretRef"),
+    ("database", "migrations"),
+    ("database", "migrationSecretRef"),
+    ("redis", "secretRef"),
+    ("gateway", "replicas"),
+    ("gateway", "resources"),
+    ("gateway", "service"),
+    ("gateway", "auth"),
+    ("workers", "minReplicas"),
+    ("workers", "maxReplicas"),
+    ("workers", "resources"),
+    ("scaling",),
+    ("networkPolicy",),
+    ("podTemplate",),
+)
+"""Members that no pod reads: they reach pods by their environment, their template, or not at all."""
+
+_NOT_READ_BY: Mapping[Component, _Paths] = {
+    Component.GATEWAY: (("agent",), ("workers",), ("reaper",)),
+    Component.WORKER: (("gateway",), ("submission",), ("reaper",), ("suspend",)),
+    Component.SCHEDULER: (("agent",), ("gateway",)),
+}
+"""What a component never looks at: a change of it must not replace its pods. A field that is not named here does replace them."""
+
+
+def pod_manifest(manifest: AgentRun) -> dict[str, Any]:
+    """The manifest as pods read it."""
+    document = manifest.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+    spec = _without(document["spec"], _OPERATOR_ONLY)
+    where = {"name": manifest.metadata.name, "namespace": manifest.metadata.namespace}
+    return {"apiVersion": manifest.api_version, "kind": manifest.kind, "metadata": where, "spec": spec}
+
+
+def config_map(key: Key, manifest: AgentRun, *, uid: str) -> dict[str, Any]:
+    """The ConfigMap that pods mount as a folder."""
+    body = new_object(config(key), key.name, uid=uid)
+    body["data"] = {FILE: yaml.safe_dump(pod_manifest(manifest), sort_keys=True, allow_unicode=True)}
+    return body
+
+
+def config_digest(manifest: AgentRun, component: Component) -> str:
+    """Changes if and only if something changed that this component reads."""
+    return digest(_without(pod_manifest(manifest)["spec"], _NOT_READ_BY[component]))
+
+
+def _without(spec: Mapping[str, Any], paths: _Paths) -> dict[str, Any]:
+    """A copy of the spec without these members."""
+    kept = dict(spec)
+    for first, *rest in paths:
+        if first in kept:
+            if rest:
+                kept[first] = {name: value for name, value in kept[first].items() if name != rest[0]}
+            else:
+                del kept[first]
+    return {name: value for name, value in kept.items() if value != {}}

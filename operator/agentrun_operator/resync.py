@@ -1,0 +1,124 @@
+"""The full list of all kinds, at the start and every few minutes: it finds what the watches missed, deletions above all."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from agentrun.maintenance.supervise import Stamp
+from agentrun_operator.cache import ObjectCache
+from agentrun_operator.kube import Listing
+from agentrun_operator.metrics import RESYNC_FOUND, RESYNC_SECONDS, SYNCED
+from agentrun_operator.resources import AGENTRUNS, CHILDREN, CHILDREN_SELECTOR, CRONTASKS, WATCHED, Key, Ref, Resource
+from agentrun_operator.work_queue import WorkQueue
+
+SPREAD_SECONDS = 10.0
+HURRY_SECONDS = 1.0
+"""Pause before a list that was asked for, so that many reasons make one list."""
+STALE_SECONDS = 120.0
+_SLICE_SECONDS = 10.0
+
+_log = structlog.get_logger(__name__)
+
+
+class Lister(Protocol):
+    """What a resync needs of the API server."""
+
+    async def list(
+        self, resource: Resource, *, namespace: str | None = None, labels: str | None = None, limit: int = 500
+    ) -> Listing: ...
+
+
+class Resync:
+    """Keeps the cache complete, and has every AgentRun and CronTask looked at."""
+
+    def __init__(
+        self,
+        lister: Lister,
+        cache: ObjectCache,
+        *,
+        runs: WorkQueue[Key],
+        cron_tasks: WorkQueue[Key],
+        namespaces: tuple[str, ...] = (),
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        """`namespaces`: those to look at; empty: all."""
+        self._lister = lister
+        self._cache = cache
+        self._runs = runs
+        self._cron_tasks = cron_tasks
+        self._namespaces = namespaces
+        self._jitter = jitter
+        self._hurried = asyncio.Event()
+        self.done = asyncio.Event()
+        """Set after the first full list."""
+        self.wrong = "the first full list is not complete"
+        """Why the last one failed; empty if it did not."""
+
+    async def watch(self, stamp: Stamp, *, seconds: float) -> None:
+        """Lists again and again, with about `seconds` between, or sooner after `hurry`."""
+        while True:
+            await self.once()
+            stamp()
+            await self._rest(seconds * random.uniform(0.9, 1.1), stamp)
+
+    def hurry(self) -> None:
+        """Something may have been missed: the next full list is made soon."""
+        self._hurried.set()
+
+    async def once(self) -> None:
+        """One full list. What it found changed is looked at now, the rest spread over a few seconds. Raises KubeError."""
+        begun = time.monotonic()
+        found: dict[Resource, set[Key]] = {}
+        try:
+            for resource in WATCHED:
+                found[resource] = await self._take(resource)
+        except Exception as error:
+            self.wrong = f"listing failed: {error}"
+            raise
+        runs = set[Key]().union(*(keys for resource, keys in found.items() if resource != CRONTASKS))
+        if self.done.is_set():
+            RESYNC_FOUND.inc(len(runs) + len(found[CRONTASKS]))
+        self._enqueue(self._runs, AGENTRUNS, runs)
+        self._enqueue(self._cron_tasks, CRONTASKS, found[CRONTASKS])
+        RESYNC_SECONDS.observe(time.monotonic() - begun)
+        self.wrong = ""
+        self.done.set()
+        SYNCED.set(1)
+        _log.debug("resync", seconds=round(time.monotonic() - begun, 2), changed=len(runs))
+
+    async def _rest(self, seconds: float, stamp: Stamp) -> None:
+        """Sleeps, and shows that it does."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._hurried.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, _SLICE_SECONDS)):
+                    await self._hurried.wait()
+            stamp()
+        if self._hurried.is_set():
+            await asyncio.sleep(HURRY_SECONDS)
+            self._hurried.clear()
+
+    async def _take(self, resource: Resource) -> set[Key]:
+        labels = CHILDREN_SELECTOR if resource in CHILDREN else None
+        since = self._cache.begin_list()
+        try:
+            items = []
+            for namespace in self._namespaces or (None,):
+                items += (await self._lister.list(resource, namespace=namespace, labels=labels)).items
+            return self._cache.replace_all(resource, items, since=since, within=self._is_watched)
+        finally:
+            self._cache.end_list()
+
+    def _is_watched(self, ref: Ref) -> bool:
+        return not self._namespaces or ref.namespace in self._namespaces
+
+    def _enqueue(self, queue: WorkQueue[Key], resource: Resource, changed: set[Key]) -> None:
+        for key in changed:
+            queue.add(key)
+        for ref in self._cache.of(resource):
+            queue.add(Key(ref.namespace, ref.name), after=SPREAD_SECONDS * self._jitter() if self.done.is_set() else 0.0)

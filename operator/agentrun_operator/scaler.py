@@ -1,0 +1,336 @@
+"""Follows demand: decides from each sample how many workers there should be, and writes that number where another one is.
+
+It owns `replicas` of the worker Deployment and nothing else, as manager agentrun-scaler. Every write begins with a fresh look at the
+Deployment, so that neither an old cache nor somebody else's autoscaler is written over, and names the uid, so that it makes nothing.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from agentrun.control.scaling import Memory, Why, desired_workers
+from agentrun_operator import deletion_cost
+from agentrun_operator.autoscalers import Autoscalers
+from agentrun_operator.cache import ObjectCache
+from agentrun_operator.facts import Counters, ScalingFact, ScalingState
+from agentrun_operator.kube import Conflict, Kube, KubeError
+from agentrun_operator.metrics import SCALE_ERRORS, SCALED
+from agentrun_operator.reasons import EventReason
+from agentrun_operator.render.labels import CREATING
+from agentrun_operator.replicas import Body, aim, busy_workers, has_arrived, is_controlled_by, is_settled, replicas_of
+from agentrun_operator.resources import DEPLOYMENTS, Key
+from agentrun_operator.sampler import Sample
+from agentrun_operator.targets import Mode, Target
+
+MANAGER = "agentrun-scaler"
+COUNTERS_SECONDS = 15.0
+"""Counters of one AgentRun go to its status at most this often."""
+OLD_SAMPLE_SECONDS = 5.0
+"""Who is busy is not taken from an older sample."""
+RIVAL_SECONDS = 30.0
+LONGEST_PAUSE_SECONDS = 30.0
+_WRITES_AT_ONCE = 8
+
+_log = structlog.get_logger(__name__)
+
+OnChange = Callable[[Key], None]
+OnEvent = Callable[[Key, EventReason, str], None]
+
+
+@dataclass(slots=True)
+class _State:
+    target: Target
+    memory: Memory = field(default_factory=Memory)
+    wanted: int | None = None
+    left_at: int | None = None
+    """The replicas after the last look: another number is somebody else's, and worth a look."""
+    why: Why | None = None
+    sample: Sample | None = None
+    rival: str | None = None
+    """Who else scales the Deployment, as found at the last look at it."""
+    rival_at: float = float("-inf")
+    costs_out: bool = True
+    """Pods may carry costs of ours: of this process, or of one before it."""
+    acting: asyncio.Task[None] | None = None
+    failures: int = 0
+    not_before: float = float("-inf")
+    fact: ScalingFact | None = None
+    fact_at: float = float("-inf")
+
+
+class Scaler:
+    """The scaler of all AgentRuns. `on_sample` is called for each sample and returns at once; writes are tasks of their own."""
+
+    def __init__(
+        self,
+        kube: Kube,
+        cache: ObjectCache,
+        autoscalers: Autoscalers,
+        *,
+        on_change: OnChange,
+        on_event: OnEvent = lambda _key, _reason, _message: None,
+        dead_lettered: Callable[[Target], int | None] = lambda _target: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_change` is told when `fact` has changed. `clock` is the one of the samples."""
+        self._kube = kube
+        self._cache = cache
+        self._autoscalers = autoscalers
+        self._on_change = on_change
+        self._on_event = on_event
+        self._dead_lettered = dead_lettered
+        self._clock = clock
+        self._states: dict[Key, _State] = {}
+        self._places = asyncio.Semaphore(_WRITES_AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def watch(self, target: Target) -> bool:
+        """Scales this AgentRun from its next sample on. Whether anything about it is new."""
+        state = self._states.get(target.key)
+        if state is None or state.target.uid != target.uid:
+            self.forget(target.key)
+            self._states[target.key] = _State(target)
+            return True
+        changed = state.target != target
+        state.target = target
+        return changed
+
+    def forget(self, key: Key) -> None:
+        """Leaves its workers as they are."""
+        state = self._states.pop(key, None)
+        if state is not None and state.acting is not None:
+            state.acting.cancel()
+
+    def fact(self, key: Key) -> ScalingFact | None:
+        """For status: the state now, with counters that change at most every 15 seconds."""
+        state = self._states.get(key)
+        return state.fact if state is not None else None
+
+    def initial_replicas(self, target: Target) -> int:
+        """With how many workers the Deployment is created."""
+        if target.suspended:
+            return 0
+        if target.mode is Mode.EXTERNAL:
+            return max(1, target.bounds.min_replicas)  # an HPA does not touch what stands at zero
+        state = self._states.get(target.key)
+        return target.bounds.clamp(state.wanted or 0) if state is not None else target.bounds.min_replicas
+
+    async def aclose(self) -> None:
+        """Ends writes that are under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def on_sample(self, key: Key, sample: Sample) -> None:
+        """Decides anew. Where the Deployment is not as it should be, a write begins."""
+        state = self._states.get(key)
+        if state is None:
+            return
+        state.sample = sample
+        deployment = self._deployment(state.target)
+        rival = self._rival(state)
+        if state.target.mode is Mode.EXTERNAL or rival is not None:
+            state.wanted, state.why, state.memory = None, None, Memory()
+            if rival is not None and not self._autoscalers.known and sample.at - state.rival_at > RIVAL_SECONDS:
+                self._act(state)
+        else:
+            self._decide(state, deployment, sample)
+            if deployment is not None and self._is_to_be_changed(state, deployment):
+                self._act(state)
+        self._publish(state)
+
+    def _decide(self, state: _State, deployment: Body | None, sample: Sample) -> None:
+        target = state.target
+        if target.suspended:
+            state.wanted, state.why, state.memory = 0, None, Memory()
+            return
+        current = state.wanted
+        if current is None:
+            current = replicas_of(deployment) if deployment is not None else target.bounds.min_replicas
+        demand = sample.demand.total if sample.demand is not None else None
+        decision = desired_workers(demand, current=current, bounds=target.bounds, now=sample.at, memory=state.memory)
+        state.wanted, state.why, state.memory = decision.workers, decision.why, decision.memory
+
+    def _aim(self, state: _State, deployment: Body) -> int:
+        target, sample = state.target, state.sample
+        if sample is None or state.wanted is None:
+            return replicas_of(deployment)
+        if target.suspended:
+            return 0
+        return aim(
+            wanted=state.wanted,
+            replicas=replicas_of(deployment),
+            known=sample.demand is not None and self._clock() - sample.at < OLD_SAMPLE_SECONDS,
+            settled=is_settled(deployment),
+            busy=busy_workers(sample.held, target.worker.name),
+            most=target.bounds.max_replicas,
+        )
+
+    def _is_to_be_changed(self, state: _State, deployment: Body) -> bool:
+        if self._aim(state, deployment) != replicas_of(deployment) or state.left_at not in (None, replicas_of(deployment)):
+            return True
+        if state.costs_out and replicas_of(deployment) == 0:
+            state.costs_out = False
+        return state.costs_out and has_arrived(deployment)
+
+    def _deployment(self, target: Target) -> Body | None:
+        """The worker Deployment, if it is ours and complete."""
+        found = self._cache.get(target.worker)
+        return found if found is not None and _is_ours(found, target) else None
+
+    def _rival(self, state: _State) -> str | None:
+        if self._autoscalers.known:
+            self._set_rival(state, self._autoscalers.of(state.target.worker))
+        return state.rival
+
+    def _set_rival(self, state: _State, rival: str | None) -> None:
+        before, target, state.rival = state.rival, state.target, rival
+        if rival is None or before is not None or target.mode is Mode.EXTERNAL:
+            return
+        _log.warning("somebody else scales the workers", agentrun=str(target.key), who=rival)
+        self._on_event(
+            target.key,
+            EventReason.SCALER_CONFLICT,
+            f"{rival} scales the Deployment {target.worker.name} too, so this operator leaves its replicas alone",
+        )
+
+    def _act(self, state: _State) -> None:
+        if state.acting is not None or self._clock() < state.not_before:
+            return
+        task = state.acting = asyncio.create_task(self._bring_about(state), name="scale")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _bring_about(self, state: _State) -> None:
+        try:
+            async with self._places:
+                await self._change(state)
+        except* Exception as errors:
+            state.failures += 1
+            state.not_before = self._clock() + min(2.0 ** min(state.failures - 1, 10), LONGEST_PAUSE_SECONDS)
+            SCALE_ERRORS.inc()
+            expected, other = errors.split(KubeError)
+            if expected is not None:
+                _log.warning("workers could not be scaled", agentrun=str(state.target.key), error=str(_first(expected)))
+            if other is not None:
+                _log.error("workers could not be scaled", agentrun=str(state.target.key), exc_info=other)
+        else:
+            state.failures = 0
+        finally:
+            state.acting = None
+
+    async def _change(self, state: _State) -> None:
+        """Looks at the Deployment, and does what is to be done now. Raises KubeError."""
+        target = state.target
+        live = await self._kube.get(target.worker)
+        if live is None or not _is_ours(live, target):
+            return
+        if target.mode is Mode.EXTERNAL:
+            return
+        if await self._is_rivalled(state, live):
+            return
+        wanted, replicas = self._aim(state, live), replicas_of(live)
+        state.left_at = replicas
+        if wanted == replicas:
+            self._cache.put(DEPLOYMENTS, live)
+            if state.costs_out and has_arrived(live):
+                await self._clear_costs(state, live)
+            return
+        if 0 < wanted < replicas:
+            wanted = await self._protect_busy(state, live)
+        if wanted != replicas:
+            await self._write(state, live, wanted)
+
+    async def _is_rivalled(self, state: _State, live: Body) -> bool:
+        self._set_rival(state, await self._autoscalers.check(state.target.worker, live))
+        state.rival_at = self._clock()
+        if state.rival is not None:
+            state.wanted, state.why, state.memory = None, None, Memory()
+            self._publish(state)
+        return state.rival is not None
+
+    async def _protect_busy(self, state: _State, live: Body) -> int:
+        """Makes the busy pods the last ones to go; the number of replicas with which no busy pod goes."""
+        target, sample, replicas = state.target, state.sample, replicas_of(live)
+        if sample is None:
+            return replicas
+        crew = deletion_cost.crew(await deletion_cost.list_pods(self._kube, live), sample.held)
+        least = min(len(crew.busy), target.bounds.max_replicas)
+        wanted = min(replicas, max(state.wanted or 0, least))
+        if wanted == replicas or (crew.endangered and replicas <= target.bounds.max_replicas):
+            return replicas
+        state.costs_out = True
+        await deletion_cost.assign(self._kube, target.key.namespace, crew.costs)
+        return wanted
+
+    async def _clear_costs(self, state: _State, live: Body) -> None:
+        pods = await deletion_cost.list_pods(self._kube, live)
+        await deletion_cost.assign(self._kube, state.target.key.namespace, deletion_cost.ours(pods))
+        state.costs_out = False
+
+    async def _write(self, state: _State, live: Body, wanted: int) -> None:
+        target, replicas = state.target, replicas_of(live)
+        body: dict[str, Any] = {"metadata": {"uid": live["metadata"]["uid"]}, "spec": {"replicas": wanted}}
+        try:
+            answer = await self._kube.apply(target.worker, body, manager=MANAGER)
+        except Conflict:
+            return  # deleted in this moment: whoever makes it anew asks for the number
+        self._cache.put(DEPLOYMENTS, answer)
+        state.left_at = wanted
+        SCALED.labels("up" if wanted > replicas else "down").inc()
+        _log.info("scaled", agentrun=str(target.key), workers=wanted, before=replicas, why=state.why)
+        self._on_event(target.key, EventReason.SCALED, f"workers: {replicas} to {wanted}")
+
+    def _publish(self, state: _State) -> None:
+        """Takes what is known now into the fact: a change of state or number at once, counters when it is their time."""
+        sample = state.sample
+        if sample is None:
+            return
+        now = _fact(state, self._dead_lettered(state.target))
+        if now == state.fact:
+            return
+        news = state.fact is None or (now.state, now.desired) != (state.fact.state, state.fact.desired)
+        if news or sample.at - state.fact_at >= COUNTERS_SECONDS:
+            state.fact, state.fact_at = now, sample.at
+            self._on_change(state.target.key)
+
+
+def _fact(state: _State, dead_lettered: int | None) -> ScalingFact:
+    sample, target = state.sample, state.target
+    assert sample is not None
+    counters = None
+    if sample.demand is not None:
+        demand = sample.demand
+        counters = Counters(
+            demand.undelivered,
+            demand.in_flight,
+            demand.reclaimable,
+            busy_workers(sample.held, target.worker.name),
+            dead_lettered,
+        )
+    if target.mode is Mode.EXTERNAL:
+        kind = ScalingState.EXTERNAL
+    elif state.rival is not None:
+        kind = ScalingState.FOREIGN_SCALER
+    elif sample.demand is None:
+        kind = ScalingState.UNKNOWN_DEMAND
+    else:
+        kind = ScalingState.ACTIVE
+    return ScalingFact(kind, state.wanted, counters)
+
+
+def _first(group: BaseExceptionGroup[KubeError]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _is_ours(deployment: Body, target: Target) -> bool:
+    metadata = deployment["metadata"]
+    creating = CREATING in (metadata.get("annotations") or {})
+    return is_controlled_by(deployment, target.uid) and not creating and "deletionTimestamp" not in metadata

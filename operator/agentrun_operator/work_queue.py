@@ -1,0 +1,121 @@
+"""The keys that wait to be reconciled: each once, handled by one worker at a time, and later again if it failed. Knows no I/O.
+
+A key that is added while it is handled is handled once more afterwards. A plain `add` overtakes a back-off, because it means
+that something changed.
+"""
+
+import asyncio
+import heapq
+import itertools
+import random
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+FIRST_BACK_OFF = 0.5
+LONGEST_BACK_OFF = 60.0
+
+
+class WorkQueue(Generic[K]):
+    """`clock` counts seconds, `jitter` gives numbers from 0 to 1."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, jitter: Callable[[], float] = random.random) -> None:
+        self._clock = clock
+        self._jitter = jitter
+        self._due: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._turn = itertools.count()
+        self._handled: set[K] = set()
+        self._again: dict[K, float] = {}
+        self._failures: dict[K, int] = {}
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        """Keys that wait, those of later included."""
+        return len(self._due) + len(self._again)
+
+    @property
+    def handled(self) -> frozenset[K]:
+        """The keys that are being handled now."""
+        return frozenset(self._handled)
+
+    def add(self, key: K, *, after: float = 0.0) -> None:
+        """Makes a key due in `after` seconds, or leaves it at its time if that is sooner."""
+        due = self._clock() + max(after, 0.0)
+        if key in self._handled:
+            self._again[key] = min(due, self._again.get(key, due))
+        else:
+            self._schedule(key, due)
+
+    async def get(self) -> K:
+        """Waits for the next due key. `done` must be called for it."""
+        while True:
+            key = self.take()
+            if key is not None:
+                return key
+            self._changed.clear()
+            wait = self.seconds_to_next()
+            try:
+                async with asyncio.timeout(wait):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    def take(self) -> K | None:
+        """The key that has been due for longest, or None if none is due."""
+        now = self._clock()
+        while self._heap and self._heap[0][0] <= now:
+            due, _, key = heapq.heappop(self._heap)
+            if self._due.get(key) == due:  # else it was rescheduled, and this is its old place
+                del self._due[key]
+                self._handled.add(key)
+                return key
+        return None
+
+    def done(self, key: K) -> None:
+        """Ends the handling. If the key was added meanwhile, it waits again."""
+        self._handled.discard(key)
+        due = self._again.pop(key, None)
+        if due is not None:
+            self._schedule(key, due)
+
+    def retry(self, key: K, *, at_least: float = 0.0) -> float:
+        """Adds a key that failed: in 0.5 s, doubled with each failure in a row up to 60 s, half to all of it at random, and not
+        before `at_least` seconds. Returns the seconds."""
+        failures = self._failures[key] = self._failures.get(key, 0) + 1
+        full = min(FIRST_BACK_OFF * 2.0 ** min(failures - 1, 16), LONGEST_BACK_OFF)
+        pause = max(full * (0.5 + 0.5 * self._jitter()), at_least)
+        self.add(key, after=pause)
+        return pause
+
+    def failures(self, key: K) -> int:
+        """Failures in a row."""
+        return self._failures.get(key, 0)
+
+    def forget(self, key: K) -> None:
+        """Ends a row of failures: the next back-off starts from the beginning."""
+        self._failures.pop(key, None)
+
+    def overdue(self) -> float:
+        """Seconds for which the first key has been waiting past its time; 0.0 if none is due."""
+        self._drop_old_places()
+        return max(self._clock() - self._heap[0][0], 0.0) if self._heap else 0.0
+
+    def seconds_to_next(self) -> float | None:
+        """Seconds until a key is due; None if none waits."""
+        self._drop_old_places()
+        return max(self._heap[0][0] - self._clock(), 0.0) if self._heap else None
+
+    def _schedule(self, key: K, due: float) -> None:
+        known = self._due.get(key)
+        if known is not None and known <= due:
+            return
+        self._due[key] = due
+        heapq.heappush(self._heap, (due, next(self._turn), key))
+        self._changed.set()
+
+    def _drop_old_places(self) -> None:
+        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)

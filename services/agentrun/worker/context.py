@@ -1,0 +1,152 @@
+"""The agent's view of its attempt: what it says, books and saves becomes numbered events, ledger rows and checkpoints."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from agentrun import failpoints
+from agentrun.agents.base import RunInfo, Turn, Usage, UserInput
+from agentrun.agents.failures import AgentFailure
+from agentrun.costs.pricing import UNKNOWN, Price, price
+from agentrun.domain.events import TERMINAL, Kind, encode_data
+from agentrun.domain.text import clean
+from agentrun.store.transitions import LedgerRow
+from agentrun.telemetry import MODEL_CALLS, UNKNOWN_PRICES
+from agentrun.worker.lease import Lease
+from agentrun.worker.patience import log
+from agentrun.worker.run_log import RunLog
+
+OURS = TERMINAL | {Kind.CREATED, Kind.STARTED, Kind.RESTART, Kind.VOID, Kind.USAGE}
+EVENT_BYTES = 1_000_000
+"""What one event's data may weigh. Each reader's connection, the log and Redis hold it whole."""
+STATE_BYTES = 32_000_000
+"""What a checkpoint or a result may weigh: it is stored, and read again, in one piece."""
+TOO_LARGE = "too_large"
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What an agent is given at the start."""
+
+    inputs: Sequence[UserInput]
+    history: Sequence[Turn]
+    state: Any
+
+
+class AttemptContext:
+    """The agent's view of its attempt; see `agents.base.Context`."""
+
+    def __init__(self, run: RunInfo, opening: Opening, run_log: RunLog, lease: Lease, asked: asyncio.Future[Any]) -> None:
+        self.run = run
+        self.inputs = opening.inputs
+        self.history = opening.history
+        self.state = opening.state
+        self._log = run_log
+        self._lease = lease
+        self._asked = asked
+        self._calls = 0
+
+    @property
+    def deadline(self) -> float:
+        """`time.monotonic()` at which this attempt is stopped."""
+        return self._lease.stops_at
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the attempt has been asked to end."""
+        return self._asked.done()
+
+    async def emit(self, kind: Kind, data: Mapping[str, Any]) -> int:
+        """Sends one event of the agent. Raises ValueError for kinds that only the worker writes, Fenced after the end."""
+        if kind in OURS:
+            raise ValueError(f"an agent cannot emit {kind.value!r}; the worker does")
+        return await self.write(kind, data)
+
+    async def write(self, kind: Kind, data: Mapping[str, Any]) -> int:
+        """Sends one event of any kind: waits for a sure lease and a reserved number, and takes both in one step."""
+        encoded = encode_data(clean(dict(data)))
+        if len(encoded) > EVENT_BYTES:
+            what = f"an event {kind.value} of {len(encoded)} bytes; an event has at most {EVENT_BYTES}: send it in pieces"
+            raise AgentFailure(what, type=TOO_LARGE)
+        while True:
+            await self.ready()
+            if self._log.room:
+                break
+            await self._log.flush()
+        event = self._log.append(kind, encoded)
+        await failpoints.hit("worker.emitted")
+        return event.seq
+
+    async def ready(self) -> None:
+        """Waits while the lease is in doubt. Raises Fenced."""
+        self._log.check()
+        if self._lease.in_doubt:
+            await self._lease.sure()
+            self._log.check()
+
+    async def book(self, usage: Usage) -> None:
+        """Books one finished model call: a ledger row and a `usage` event. Raises Fenced; the row is stored all the same."""
+        row = self._row(usage)
+        await self.write(
+            Kind.USAGE,
+            {
+                "call": row.call,
+                "model": row.model,
+                "input_tokens": row.input_tokens,
+                "cached_tokens": row.cached_tokens,
+                "cache_write_tokens": row.cache_write_tokens,
+                "output_tokens": row.output_tokens,
+                "reasoning_tokens": row.reasoning_tokens,
+                "audio_input_tokens": row.audio_input_tokens,
+                "audio_output_tokens": row.audio_output_tokens,
+                "cost_usd": None if row.cost_usd is None else str(row.cost_usd),
+                "unmeasured": row.unmeasured,
+            },
+        )
+
+    def book_cut(self, usage: Usage) -> None:
+        """Books a model call that was cut: a ledger row only."""
+        self._row(usage)
+
+    async def checkpoint(self, state: Any) -> None:
+        """Stores everything so far with `state`. Raises Fenced."""
+        encoded = encode_data(clean(state))
+        if len(encoded) > STATE_BYTES:
+            what = f"a checkpoint of {len(encoded)} bytes; one has at most {STATE_BYTES}: keep what is large elsewhere"
+            raise AgentFailure(what, type=TOO_LARGE)
+        await self._log.flush(encoded.decode())
+
+    def _row(self, usage: Usage) -> LedgerRow:
+        usage = usage.counted()
+        cost = _cost(usage)
+        row = LedgerRow(
+            call=self._calls,
+            model=usage.model,
+            input_tokens=usage.input_tokens,
+            cached_tokens=usage.cached_tokens,
+            cache_write_tokens=usage.cache_write_tokens,
+            output_tokens=usage.output_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
+            audio_input_tokens=usage.audio_input_tokens,
+            audio_output_tokens=usage.audio_output_tokens,
+            cost_usd=cost.cost_usd,
+            price_id=cost.price_id,
+            unmeasured=not usage.measured,
+        )
+        self._calls += 1
+        MODEL_CALLS.labels(str(row.unmeasured).lower()).inc()
+        if row.cost_usd is None:
+            UNKNOWN_PRICES.inc()
+        self._log.book(row)
+        return row
+
+
+def _cost(usage: Usage) -> Price:
+    """The price of a call; unknown rather than a booking that is lost."""
+    try:
+        return price(usage, datetime.now(UTC))
+    except Exception:
+        log.exception("a model call could not be priced", model=usage.model)
+        return UNKNOWN
