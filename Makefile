@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system lint fmt types model docs clean
+.PHONY: help demo test test-system lint fmt types model bench-operator docs clean
 
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
@@ -47,6 +47,9 @@ types: .venv/.synced ## Types only
 
 model: .venv/.synced ## Explore the protocol model; WHICH=base, large, without, bug, harmless or all
 	$(RUN)/python tests/unit/model/protocol_run.py $(or $(WHICH),base)
+
+bench-operator: .venv/.synced ## The operator with 100, 300 and 1,000 AgentRuns (COUNTS="100"); needs KUBEBUILDER_ASSETS
+	$(RUN)/python bench/operator_load.py $(COUNTS)
 
 docs: .venv/.synced ## Write the reference pages that are made from the code
 	$(RUN)/python -m agentrun.manifests.reference > docs/manifest.md

@@ -200,7 +200,7 @@ class FleetReaper:
                 self._places.free.release()
 
     def _pause(self, interval: float, failures: int) -> float:
-        pause = min(interval * 2 ** min(failures, 10), max(LONGEST_PAUSE_SECONDS, interval))
+        pause = min(interval * 2.0 ** min(failures, 10), max(LONGEST_PAUSE_SECONDS, interval))
         return max(pause, self.visits / TICKS_PER_SECOND)
 
     async def _tick(self, target: Target, reaper: Reaper) -> bool:
