@@ -17,6 +17,7 @@ from uuid import UUID
 import asyncpg
 import structlog
 
+from agentrun import failpoints
 from agentrun.domain.errors import AgentrunError, ManifestError, StoreUnavailable
 from agentrun.maintenance.supervise import Stamp, Supervisor
 from agentrun.manifests import CronTask, cron_task_of
@@ -115,6 +116,7 @@ class CronTasks:
                 raise StoreUnavailable(f"Postgres did not answer within {_DATABASE_SECONDS:g} s") from None
             except asyncpg.PostgresError as error:
                 raise StoreUnavailable(f"Postgres refuses: {error}") from error
+            await failpoints.hit("operator.crontask.stored")
             self._note(target, tasks)
 
     async def _replace(self, target: Target) -> list[Body]:

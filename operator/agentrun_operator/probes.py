@@ -12,17 +12,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-import asyncpg
 import structlog
 
-from agentrun.bus import connection
-from agentrun.bus.connection import LoginRefused, MayEvict, TooOld
-from agentrun.domain.errors import BusMisconfigured, BusUnavailable, ConfigurationError, StoreUnavailable
-from agentrun.store import cron_tasks, dead_letters, migrations
-from agentrun.store.pool import Executor, connect, unavailable
-from agentrun_operator.facts import QueueFact, SchemaFact, StoreProblem
+from agentrun_operator.facts import QueueFact, SchemaFact
 from agentrun_operator.metrics import PROBES
 from agentrun_operator.resources import Key
+from agentrun_operator.store_looks import DATABASE_UNREACHABLE, REDIS_UNREACHABLE, DatabaseFact, ask_database, ask_redis
 
 F = TypeVar("F")
 
@@ -37,18 +32,8 @@ LONGEST_RETRY_SECONDS = 30.0
 INVALIDATE_GAP_SECONDS = 0.5
 CONNECTIONS = 24
 RETRY_CONNECTIONS = 8
-_CLOSE_SECONDS = 2.0
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DatabaseFact:
-    """The schema, how many dead letters nobody has redriven and how many schedules there are; None where there is no table for them."""
-
-    schema: SchemaFact
-    dead_lettered: int | None = None
-    schedules: int | None = None
 
 
 class StoreProbes:
@@ -69,8 +54,8 @@ class StoreProbes:
         Stores that had a problem have places of their own, so that those that hang do not keep others waiting.
         """
         rules = _Rules(connections, seconds, fresh_seconds, retry_seconds, clock)
-        self._databases = _Answers("postgres", _ask_database, _database_unreachable, on_change, rules)
-        self._queues = _Answers("redis", _ask_redis, _redis_unreachable, on_change, rules)
+        self._databases = _Answers("postgres", ask_database, DATABASE_UNREACHABLE, on_change, rules)
+        self._queues = _Answers("redis", ask_redis, REDIS_UNREACHABLE, on_change, rules)
 
     async def database(self, key: Key, url: str) -> DatabaseFact | None:
         """What is known about the database; None if nothing yet: `on_change` follows."""
@@ -236,74 +221,3 @@ class _Answers(Generic[F]):
             entry.answer = answer
             for key in tuple(entry.asked_by):
                 self._on_change(key)
-
-
-_database_unreachable = DatabaseFact(SchemaFact(migrations.LATEST, problem=StoreProblem.UNREACHABLE))
-_redis_unreachable = QueueFact(StoreProblem.UNREACHABLE)
-
-
-async def _ask_database(url: str) -> tuple[DatabaseFact, bool]:
-    """The fact, and whether it is as good as it gets: then it is not asked again soon."""
-    if not url.startswith(("postgresql://", "postgres://")):  # an empty one would lead to a server on this machine
-        return _problem(StoreProblem.BAD_URL), False
-    try:
-        conn = await connect(url, name="agentrun-operator", command_timeout=PROBE_SECONDS)
-    except StoreUnavailable as error:
-        refused = isinstance(error.__cause__, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError)
-        return _problem(StoreProblem.REFUSED if refused else StoreProblem.UNREACHABLE), False
-    except ConfigurationError:
-        return _problem(StoreProblem.BAD_URL), False
-    except asyncpg.PostgresError:
-        return _problem(StoreProblem.REFUSED), False
-    try:
-        state = await migrations.check(conn)
-        if state.present == 0 and await _has_tables(conn):
-            return _problem(StoreProblem.OTHER_APPLICATION), False
-        dead_lettered = await dead_letters.count_open(conn) if state.present else None
-        schedules = await cron_tasks.count_live(conn) if state.present else None
-    except StoreUnavailable:
-        return _database_unreachable, False
-    except asyncpg.PostgresError:
-        return _problem(StoreProblem.REFUSED), False
-    finally:
-        try:
-            async with asyncio.timeout(_CLOSE_SECONDS):
-                await conn.close()
-        except (TimeoutError, OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
-            conn.terminate()
-    schema = SchemaFact(state.required, state.present, state.oldest_accepted, state.owner)
-    return DatabaseFact(schema, dead_lettered, schedules), state.present >= state.required
-
-
-async def _has_tables(conn: Executor) -> bool:
-    """Whether somebody else works here: the migration would refuse."""
-    with unavailable():
-        return bool(
-            await conn.fetchval(
-                "SELECT EXISTS (SELECT FROM pg_class WHERE relnamespace = current_schema()::regnamespace AND relkind IN ('r', 'p'))"
-            )
-        )
-
-
-def _problem(problem: StoreProblem) -> DatabaseFact:
-    return DatabaseFact(SchemaFact(migrations.LATEST, problem=problem))
-
-
-async def _ask_redis(url: str) -> tuple[QueueFact, bool]:
-    try:
-        redis = await connection.connect(url, size=1)
-    except ConfigurationError:
-        return QueueFact(StoreProblem.BAD_URL), False
-    try:
-        await connection.check(redis)
-    except MayEvict:
-        return QueueFact(StoreProblem.EVICTS), False
-    except TooOld:
-        return QueueFact(StoreProblem.TOO_OLD), False
-    except (LoginRefused, BusMisconfigured):
-        return QueueFact(StoreProblem.REFUSED), False
-    except BusUnavailable:
-        return _redis_unreachable, False
-    finally:
-        await redis.aclose()
-    return QueueFact(), True

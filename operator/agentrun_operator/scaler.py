@@ -7,23 +7,23 @@ Deployment, so that neither an old cache nor somebody else's autoscaler is writt
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from agentrun.control.scaling import Memory, Why, desired_workers
+from agentrun import failpoints
+from agentrun.control.scaling import Memory, desired_workers
 from agentrun_operator import deletion_cost
 from agentrun_operator.autoscalers import Autoscalers
 from agentrun_operator.cache import ObjectCache
-from agentrun_operator.facts import Counters, ScalingFact, ScalingState
+from agentrun_operator.facts import ScalingFact
 from agentrun_operator.kube import Conflict, Kube, KubeError
 from agentrun_operator.metrics import SCALE_ERRORS, SCALED
 from agentrun_operator.reasons import EventReason
-from agentrun_operator.render.labels import CREATING
-from agentrun_operator.replicas import Body, aim, busy_workers, has_arrived, is_controlled_by, is_settled, replicas_of
+from agentrun_operator.replicas import Body, aim, busy_workers, has_arrived, is_settled, replicas_of
 from agentrun_operator.resources import DEPLOYMENTS, Key
 from agentrun_operator.sampler import Sample
+from agentrun_operator.scaler_state import State, fact_of, is_ours
 from agentrun_operator.targets import Mode, Target
 
 MANAGER = "agentrun-scaler"
@@ -39,27 +39,6 @@ _log = structlog.get_logger(__name__)
 
 OnChange = Callable[[Key], None]
 OnEvent = Callable[[Key, EventReason, str], None]
-
-
-@dataclass(slots=True)
-class _State:
-    target: Target
-    memory: Memory = field(default_factory=Memory)
-    wanted: int | None = None
-    left_at: int | None = None
-    """The replicas after the last look: another number is somebody else's, and worth a look."""
-    why: Why | None = None
-    sample: Sample | None = None
-    rival: str | None = None
-    """Who else scales the Deployment, as found at the last look at it."""
-    rival_at: float = float("-inf")
-    costs_out: bool = True
-    """Pods may carry costs of ours: of this process, or of one before it."""
-    acting: asyncio.Task[None] | None = None
-    failures: int = 0
-    not_before: float = float("-inf")
-    fact: ScalingFact | None = None
-    fact_at: float = float("-inf")
 
 
 class Scaler:
@@ -84,7 +63,7 @@ class Scaler:
         self._on_event = on_event
         self._dead_lettered = dead_lettered
         self._clock = clock
-        self._states: dict[Key, _State] = {}
+        self._states: dict[Key, State] = {}
         self._places = asyncio.Semaphore(_WRITES_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -93,7 +72,7 @@ class Scaler:
         state = self._states.get(target.key)
         if state is None or state.target.uid != target.uid:
             self.forget(target.key)
-            self._states[target.key] = _State(target)
+            self._states[target.key] = State(target)
             return True
         changed = state.target != target
         state.target = target
@@ -143,7 +122,7 @@ class Scaler:
                 self._act(state)
         self._publish(state)
 
-    def _decide(self, state: _State, deployment: Body | None, sample: Sample) -> None:
+    def _decide(self, state: State, deployment: Body | None, sample: Sample) -> None:
         target = state.target
         if target.suspended:
             state.wanted, state.why, state.memory = 0, None, Memory()
@@ -155,7 +134,7 @@ class Scaler:
         decision = desired_workers(demand, current=current, bounds=target.bounds, now=sample.at, memory=state.memory)
         state.wanted, state.why, state.memory = decision.workers, decision.why, decision.memory
 
-    def _aim(self, state: _State, deployment: Body) -> int:
+    def _aim(self, state: State, deployment: Body) -> int:
         target, sample = state.target, state.sample
         if sample is None or state.wanted is None:
             return replicas_of(deployment)
@@ -170,7 +149,7 @@ class Scaler:
             most=target.bounds.max_replicas,
         )
 
-    def _is_to_be_changed(self, state: _State, deployment: Body) -> bool:
+    def _is_to_be_changed(self, state: State, deployment: Body) -> bool:
         if self._aim(state, deployment) != replicas_of(deployment) or state.left_at not in (None, replicas_of(deployment)):
             return True
         if state.costs_out and replicas_of(deployment) == 0:
@@ -180,14 +159,14 @@ class Scaler:
     def _deployment(self, target: Target) -> Body | None:
         """The worker Deployment, if it is ours and complete."""
         found = self._cache.get(target.worker)
-        return found if found is not None and _is_ours(found, target) else None
+        return found if found is not None and is_ours(found, target) else None
 
-    def _rival(self, state: _State) -> str | None:
+    def _rival(self, state: State) -> str | None:
         if self._autoscalers.known:
             self._set_rival(state, self._autoscalers.of(state.target.worker))
         return state.rival
 
-    def _set_rival(self, state: _State, rival: str | None) -> None:
+    def _set_rival(self, state: State, rival: str | None) -> None:
         before, target, state.rival = state.rival, state.target, rival
         if rival is None or before is not None or target.mode is Mode.EXTERNAL:
             return
@@ -198,14 +177,14 @@ class Scaler:
             f"{rival} scales the Deployment {target.worker.name} too, so this operator leaves its replicas alone",
         )
 
-    def _act(self, state: _State) -> None:
+    def _act(self, state: State) -> None:
         if state.acting is not None or self._clock() < state.not_before:
             return
         task = state.acting = asyncio.create_task(self._bring_about(state), name="scale")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _bring_about(self, state: _State) -> None:
+    async def _bring_about(self, state: State) -> None:
         try:
             async with self._places:
                 await self._change(state)
@@ -223,11 +202,11 @@ class Scaler:
         finally:
             state.acting = None
 
-    async def _change(self, state: _State) -> None:
+    async def _change(self, state: State) -> None:
         """Looks at the Deployment, and does what is to be done now. Raises KubeError."""
         target = state.target
         live = await self._kube.get(target.worker)
-        if live is None or not _is_ours(live, target):
+        if live is None or not is_ours(live, target):
             return
         if target.mode is Mode.EXTERNAL:
             return
@@ -245,7 +224,7 @@ class Scaler:
         if wanted != replicas:
             await self._write(state, live, wanted)
 
-    async def _is_rivalled(self, state: _State, live: Body) -> bool:
+    async def _is_rivalled(self, state: State, live: Body) -> bool:
         self._set_rival(state, await self._autoscalers.check(state.target.worker, live))
         state.rival_at = self._clock()
         if state.rival is not None:
@@ -253,7 +232,7 @@ class Scaler:
             self._publish(state)
         return state.rival is not None
 
-    async def _protect_busy(self, state: _State, live: Body) -> int:
+    async def _protect_busy(self, state: State, live: Body) -> int:
         """Makes the busy pods the last ones to go; the number of replicas with which no busy pod goes."""
         target, sample, replicas = state.target, state.sample, replicas_of(live)
         if sample is None:
@@ -265,32 +244,34 @@ class Scaler:
             return replicas
         state.costs_out = True
         await deletion_cost.assign(self._kube, target.key.namespace, crew.costs)
+        await failpoints.hit("operator.scale.costs")
         return wanted
 
-    async def _clear_costs(self, state: _State, live: Body) -> None:
+    async def _clear_costs(self, state: State, live: Body) -> None:
         pods = await deletion_cost.list_pods(self._kube, live)
         await deletion_cost.assign(self._kube, state.target.key.namespace, deletion_cost.ours(pods))
         state.costs_out = False
 
-    async def _write(self, state: _State, live: Body, wanted: int) -> None:
+    async def _write(self, state: State, live: Body, wanted: int) -> None:
         target, replicas = state.target, replicas_of(live)
         body: dict[str, Any] = {"metadata": {"uid": live["metadata"]["uid"]}, "spec": {"replicas": wanted}}
         try:
             answer = await self._kube.apply(target.worker, body, manager=MANAGER)
         except Conflict:
             return  # deleted in this moment: whoever makes it anew asks for the number
+        await failpoints.hit("operator.scale.written")
         self._cache.put(DEPLOYMENTS, answer)
         state.left_at = wanted
         SCALED.labels("up" if wanted > replicas else "down").inc()
         _log.info("scaled", agentrun=str(target.key), workers=wanted, before=replicas, why=state.why)
         self._on_event(target.key, EventReason.SCALED, f"workers: {replicas} to {wanted}")
 
-    def _publish(self, state: _State) -> None:
+    def _publish(self, state: State) -> None:
         """Takes what is known now into the fact: a change of state or number at once, counters when it is their time."""
         sample = state.sample
         if sample is None:
             return
-        now = _fact(state, self._dead_lettered(state.target))
+        now = fact_of(state, self._dead_lettered(state.target))
         if now == state.fact:
             return
         news = state.fact is None or (now.state, now.desired) != (state.fact.state, state.fact.desired)
@@ -299,38 +280,8 @@ class Scaler:
             self._on_change(state.target.key)
 
 
-def _fact(state: _State, dead_lettered: int | None) -> ScalingFact:
-    sample, target = state.sample, state.target
-    assert sample is not None
-    counters = None
-    if sample.demand is not None:
-        demand = sample.demand
-        counters = Counters(
-            demand.undelivered,
-            demand.in_flight,
-            demand.reclaimable,
-            busy_workers(sample.held, target.worker.name),
-            dead_lettered,
-        )
-    if target.mode is Mode.EXTERNAL:
-        kind = ScalingState.EXTERNAL
-    elif state.rival is not None:
-        kind = ScalingState.FOREIGN_SCALER
-    elif sample.demand is None:
-        kind = ScalingState.UNKNOWN_DEMAND
-    else:
-        kind = ScalingState.ACTIVE
-    return ScalingFact(kind, state.wanted, counters)
-
-
 def _first(group: BaseExceptionGroup[KubeError]) -> BaseException:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _is_ours(deployment: Body, target: Target) -> bool:
-    metadata = deployment["metadata"]
-    creating = CREATING in (metadata.get("annotations") or {})
-    return is_controlled_by(deployment, target.uid) and not creating and "deletionTimestamp" not in metadata

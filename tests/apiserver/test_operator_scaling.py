@@ -187,12 +187,7 @@ async def test_sc_05_a_scale_in_takes_idle_pods_and_no_cost_stays(
     await shop.agent(scaling=QUICK)
     await shop.publish(5)
     await shop.has(5)
-
-    async def all_ready() -> bool:
-        await shop.kubelet()
-        return (await shop.worker())["status"].get("readyReplicas") == 5
-
-    await eventually(all_ready, within=20, what="five pods are ready")
+    await eventually(lambda: _ready(shop, 5), within=20, what="five pods are ready")
     busy = [pod["metadata"]["name"] for pod in await shop.pods()][2:4]
     held = [one for name in busy for one in await shop.take(f"{name}-1a2b3c4d")]
     await shop.finish(await shop.take("support-worker-gone-00000000", 3))
@@ -210,6 +205,35 @@ async def test_sc_05_a_scale_in_takes_idle_pods_and_no_cost_stays(
     await eventually(no_costs, within=10, what="the costs are taken away")
     await shop.finish(held)
     await shop.has(0)
+
+
+@pytest.mark.parametrize("step", ["costs", "written"])
+async def test_sc_05_an_operator_that_dies_in_the_middle_of_a_scale_in_leaves_it_to_the_next(
+    shop: Shop, operator_process: StartsOperator, workload_controllers: None, step: str
+) -> None:
+    dying = await operator_process(shop.namespace, failpoints=f"operator.scale.{step}=kill@{1 if step == 'costs' else 2}")
+    await shop.agent(scaling=QUICK)
+    await shop.publish(3)
+    await shop.has(3)
+    await eventually(lambda: _ready(shop, 3), within=20, what="three pods are ready")
+    busy = (await shop.pods())[1]["metadata"]["name"]
+    held = await shop.take(f"{busy}-1a2b3c4d")
+    await shop.finish(await shop.take("support-worker-gone-00000000", 2))
+    assert await dying.wait() == -9
+    await operator_process(shop.namespace)
+
+    async def only_the_busy_is_left() -> bool:
+        await shop.kubelet()
+        pods = await shop.pods()
+        return [pod["metadata"]["name"] for pod in pods] == [busy] and COST not in _annotations(pods[0])
+
+    await eventually(only_the_busy_is_left, within=60, what="the idle pods are gone, the busy one carries no cost")
+    await shop.finish(held)
+
+
+async def _ready(shop: Shop, count: int) -> bool:
+    await shop.kubelet()
+    return bool((await shop.worker())["status"].get("readyReplicas") == count)
 
 
 async def test_no_scale_in_while_a_roll_out_is_unfinished(shop: Shop, operator: ProductProcess) -> None:

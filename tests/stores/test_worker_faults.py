@@ -223,6 +223,7 @@ async def test_qw_03_a_worker_that_lost_its_run_changes_nothing_and_its_spending
     ):
         (run,) = await stores.submit("x")
         await gates[0].waiting.wait()
+        await stores.stored(run, 7)  # a flush that is still to come would find out
         async with proxy.outage():  # the first attempt can neither renew nor find out
             await stores.lease_runs_out(run)
             (taken,) = await transitions.take_over(stores.pool, [TakeOver(run, Reason.LOST, epoch=1)])
@@ -233,6 +234,9 @@ async def test_qw_03_a_worker_that_lost_its_run_changes_nothing_and_its_spending
                 assert await stores.ended(run) == [RunStatus.SUCCEEDED]
                 assert second.started == [run]
             log = await stores.log(run)
+            # Past its lease it writes nothing until it has found out; before that it might end by itself, with nothing cut.
+            (lease,) = made._keeper._held()
+            await eventually(lambda: lease.in_doubt, within=5, what="the first attempt's lease is in doubt")
         gates[0].open.set()
         await eventually(lambda: made.active == 0, within=5, what="the first attempt has ended")
         await stores.nothing_held()

@@ -113,7 +113,7 @@ class ProductProcess:
         async with httpx2.AsyncClient(base_url=self.base_url, timeout=timeout, trust_env=False) as client:
             return await client.get(path)
 
-    async def ready(self, *, within: float = 20.0) -> None:
+    async def ready(self, *, within: float = 60.0) -> None:
         """Waits until /readyz answers 200; fails at once, with the end of the log, if the process ends."""
 
         async def answers() -> bool:

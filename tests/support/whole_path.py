@@ -61,6 +61,7 @@ class System:
     provider: FakeProvider
     key: str
     pool: asyncpg.Pool
+    http: httpx2.AsyncClient
     gateways: list[ProductProcess] = field(default_factory=list)
 
     async def gateway(self, **options: Any) -> ProductProcess:
@@ -84,9 +85,8 @@ class System:
     ) -> httpx2.Response:
         """Submits a message; the answer as it came."""
         headers = self.headers | ({"Idempotency-Key": key} if key else {})
-        async with httpx2.AsyncClient(trust_env=False, timeout=30) as client:
-            url = f"{(gateway or self.gateways[-1]).base_url}/v1/sessions/{session}/messages"
-            return await client.post(url, json={"input": text}, headers=headers)
+        url = f"{(gateway or self.gateways[-1]).base_url}/v1/sessions/{session}/messages"
+        return await self.http.post(url, json={"input": text}, headers=headers)
 
     async def submit(self, text: str, *, session: str = "s", key: str | None = None) -> UUID:
         """Submits a message that is accepted."""
@@ -95,8 +95,7 @@ class System:
         return UUID(response.json()["run_id"])
 
     async def get(self, path: str, gateway: ProductProcess | None = None) -> httpx2.Response:
-        async with httpx2.AsyncClient(trust_env=False, timeout=30) as client:
-            return await client.get((gateway or self.gateways[-1]).base_url + path, headers=self.headers)
+        return await self.http.get((gateway or self.gateways[-1]).base_url + path, headers=self.headers)
 
     def events_url(self, run_id: UUID, gateway: ProductProcess | None = None) -> str:
         return f"{(gateway or self.gateways[-1]).base_url}/v1/runs/{run_id}/events"
@@ -209,9 +208,12 @@ async def system(database_url: str, redis_url: str, processes: ProductProcesses,
             environment=environment,
         )
         pool = await asyncpg.create_pool(database_url, min_size=1, max_size=5)
+        unlimited = httpx2.Limits(max_connections=None)
+        http = httpx2.AsyncClient(trust_env=False, timeout=60, limits=unlimited)
         try:
-            yield System(product, processes, provider, key, pool)
+            yield System(product, processes, provider, key, pool, http)
         finally:
+            await http.aclose()
             processes.close()
             await pool.close()
 

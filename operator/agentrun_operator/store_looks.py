@@ -1,0 +1,97 @@
+"""One look at a database or a Redis: may it be used? Opens a connection of its own and closes it again."""
+
+import asyncio
+from dataclasses import dataclass
+
+import asyncpg
+
+from agentrun.bus import connection
+from agentrun.bus.connection import LoginRefused, MayEvict, TooOld
+from agentrun.domain.errors import BusMisconfigured, BusUnavailable, ConfigurationError, StoreUnavailable
+from agentrun.store import cron_tasks, dead_letters, migrations
+from agentrun.store.pool import Executor, connect, unavailable
+from agentrun_operator.facts import QueueFact, SchemaFact, StoreProblem
+
+ANSWER_SECONDS = 5.0
+_CLOSE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseFact:
+    """The schema, how many dead letters nobody has redriven and how many schedules there are; None where there is no table for them."""
+
+    schema: SchemaFact
+    dead_lettered: int | None = None
+    schedules: int | None = None
+
+
+DATABASE_UNREACHABLE = DatabaseFact(SchemaFact(migrations.LATEST, problem=StoreProblem.UNREACHABLE))
+REDIS_UNREACHABLE = QueueFact(StoreProblem.UNREACHABLE)
+
+
+async def ask_database(url: str) -> tuple[DatabaseFact, bool]:
+    """The fact, and whether it is as good as it gets: then it is not asked again soon."""
+    if not url.startswith(("postgresql://", "postgres://")):  # an empty one would lead to a server on this machine
+        return _problem(StoreProblem.BAD_URL), False
+    try:
+        conn = await connect(url, name="agentrun-operator", command_timeout=ANSWER_SECONDS)
+    except StoreUnavailable as error:
+        refused = isinstance(error.__cause__, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError)
+        return _problem(StoreProblem.REFUSED if refused else StoreProblem.UNREACHABLE), False
+    except ConfigurationError:
+        return _problem(StoreProblem.BAD_URL), False
+    except asyncpg.PostgresError:
+        return _problem(StoreProblem.REFUSED), False
+    try:
+        state = await migrations.check(conn)
+        if state.present == 0 and await _has_tables(conn):
+            return _problem(StoreProblem.OTHER_APPLICATION), False
+        dead_lettered = await dead_letters.count_open(conn) if state.present else None
+        schedules = await cron_tasks.count_live(conn) if state.present else None
+    except StoreUnavailable:
+        return DATABASE_UNREACHABLE, False
+    except asyncpg.PostgresError:
+        return _problem(StoreProblem.REFUSED), False
+    finally:
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await conn.close()
+        except (TimeoutError, OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+            conn.terminate()
+    schema = SchemaFact(state.required, state.present, state.oldest_accepted, state.owner)
+    return DatabaseFact(schema, dead_lettered, schedules), state.present >= state.required
+
+
+async def _has_tables(conn: Executor) -> bool:
+    """Whether somebody else works here: the migration would refuse."""
+    with unavailable():
+        return bool(
+            await conn.fetchval(
+                "SELECT EXISTS (SELECT FROM pg_class WHERE relnamespace = current_schema()::regnamespace AND relkind IN ('r', 'p'))"
+            )
+        )
+
+
+def _problem(problem: StoreProblem) -> DatabaseFact:
+    return DatabaseFact(SchemaFact(migrations.LATEST, problem=problem))
+
+
+async def ask_redis(url: str) -> tuple[QueueFact, bool]:
+    """The same for a Redis."""
+    try:
+        redis = await connection.connect(url, size=1)
+    except ConfigurationError:
+        return QueueFact(StoreProblem.BAD_URL), False
+    try:
+        await connection.check(redis)
+    except MayEvict:
+        return QueueFact(StoreProblem.EVICTS), False
+    except TooOld:
+        return QueueFact(StoreProblem.TOO_OLD), False
+    except (LoginRefused, BusMisconfigured):
+        return QueueFact(StoreProblem.REFUSED), False
+    except BusUnavailable:
+        return REDIS_UNREACHABLE, False
+    finally:
+        await redis.aclose()
+    return QueueFact(), True
