@@ -22,7 +22,6 @@ from agentrun.bus.keys import GROUP, Keys
 from agentrun.bus.runs import Held, WorkStream
 from agentrun.store import cron_tasks
 from agentrun.store.pool import create_pool
-from conftest import StartsOperator
 
 COST = "controller.kubernetes.io/pod-deletion-cost"
 QUICK = {"targetPerWorker": 1, "cooldownSeconds": 0, "scaleDownStabilizationSeconds": 0}
@@ -120,7 +119,7 @@ async def shop(kube: Kube, namespace: str, redis_url: str, database_url: str) ->
 
 
 @pytest.fixture
-async def operator(shop: Shop, operator_process: StartsOperator) -> ProductProcess:
+async def operator(shop: Shop, operator_process: Any) -> ProductProcess:
     return await operator_process(shop.namespace)
 
 
@@ -209,7 +208,7 @@ async def test_sc_05_a_scale_in_takes_idle_pods_and_no_cost_stays(
 
 @pytest.mark.parametrize("step", ["costs", "written"])
 async def test_sc_05_an_operator_that_dies_in_the_middle_of_a_scale_in_leaves_it_to_the_next(
-    shop: Shop, operator_process: StartsOperator, workload_controllers: None, step: str
+    shop: Shop, operator_process: Any, workload_controllers: None, step: str
 ) -> None:
     dying = await operator_process(shop.namespace, failpoints=f"operator.scale.{step}=kill@{1 if step == 'costs' else 2}")
     await shop.agent(scaling=QUICK)
@@ -266,9 +265,7 @@ async def test_sc_06_a_minimum_above_the_maximum_is_refused_and_nothing_moves(sh
     await shop.stays(1, seconds=3)
 
 
-async def test_sc_08_a_restarted_operator_moves_no_worker(
-    shop: Shop, operator_process: StartsOperator, workload_controllers: None
-) -> None:
+async def test_sc_08_a_restarted_operator_moves_no_worker(shop: Shop, operator_process: Any, workload_controllers: None) -> None:
     first = await operator_process(shop.namespace)
     await shop.agent(scaling={"targetPerWorker": 1})
     await shop.publish(3)
