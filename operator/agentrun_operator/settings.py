@@ -6,15 +6,13 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from agentrun.domain.errors import ConfigurationError
+from agentrun.settings import FromEnvironment
 
 
-class OperatorSettings(BaseSettings):
+class OperatorSettings(FromEnvironment):
     """The settings of one operator process. Times are in seconds."""
-
-    model_config = SettingsConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
     watched_namespaces: str = Field(default="", validation_alias="AGENTRUN_OPERATOR_NAMESPACES")
     """Namespaces with AgentRuns, separated by commas; empty: all of the cluster."""

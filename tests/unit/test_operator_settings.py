@@ -49,6 +49,12 @@ def test_a_wrong_value_is_one_line_that_names_the_variable(
     assert "\n" not in str(error.value)
 
 
+def test_variables_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"IMAGE": "theirs", "WORKERS": "many", "LEASE": "mine", "LOG_LEVEL": "loud"}.items():
+        monkeypatch.setenv(name, value)
+    assert (read().image, read().workers, read().lease, read().log_level) == ("", 8, "agentrun-operator", "info")
+
+
 def test_health_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AGENTRUN_OPERATOR_HEALTH_PORT", "")
     assert read().health_port is None
