@@ -15,7 +15,7 @@ REASONS = {name for names in re.findall(r"^\| ([A-Z][A-Za-z, ]+) \|", TABLE, re.
 
 
 def test_each_reason_has_a_row_and_no_row_is_of_a_reason_that_is_gone() -> None:
-    assert REASONS == {str(reason) for reason in Reason}
+    assert {str(reason) for reason in Reason} == REASONS
 
 
 @pytest.mark.parametrize("name", [*ConditionType, *EventReason, *(resource.plural for resource in WATCHED)])
