@@ -1,15 +1,15 @@
-"""From CronTasks to rows of `cron_tasks` in their AgentRun's database, and back to a condition. Firing them is the scheduler's work.
+"""From CronTasks to rows of `cron_tasks` in their AgentRun's database, and back to their status. Firing them is the scheduler's work.
 
 The rows of one database are made equal to the CronTasks of its AgentRun as a whole, so a deletion that nobody saw is found as well.
-An in-memory note of what was written keeps an unchanged database from being opened.
+An in-memory note of what was written keeps it from being written again. What has come of the slots is read every few seconds.
 """
 
 import asyncio
-import json
+import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
@@ -18,26 +18,33 @@ import asyncpg
 import structlog
 
 from agentrun import failpoints
-from agentrun.domain.errors import AgentrunError, ManifestError, StoreUnavailable
+from agentrun.domain.errors import AgentrunError, StoreUnavailable
 from agentrun.maintenance.supervise import Stamp, Supervisor
-from agentrun.manifests import CronTask, cron_task_of
+from agentrun.manifests import CronTask
 from agentrun.store import cron_tasks, migrations
+from agentrun.store.cron_tasks import TaskState
 from agentrun.store.pool import connect
-from agentrun_operator.cache import ObjectCache
+from agentrun_operator.cache import ObjectCache, uid_of
 from agentrun_operator.conditions import Condition, Status, merge
+from agentrun_operator.hanging_up import close
 from agentrun_operator.kube import Kube, NotFound
 from agentrun_operator.reasons import ConditionType, Reason
 from agentrun_operator.resources import AGENTRUNS, CRONTASKS, Key, Ref
-from agentrun_operator.schedules import schedule_problem, zone_problem
+from agentrun_operator.schedules import MEMBERS, agent_of, generation_of, left_out, members, read, refused, valid
+from agentrun_operator.status_write import write_status
 from agentrun_operator.targets import Target
 
-MANAGER = "agentrun-status"
 CONNECTIONS = 4
+RETRY_CONNECTIONS = 4
+"""Databases that did not answer last time have places of their own, so that those that hang do not keep others waiting."""
 LOOK_SECONDS = 5.0
 REPEAT_SECONDS = 600.0
 """The rows of an AgentRun that has CronTasks are compared so often, whatever was seen: somebody may have changed the table."""
+STATUS_SECONDS = 15.0
+"""What has come of the slots is read so often."""
 WAIT_SECONDS = 10.0
 _DATABASE_SECONDS = 20.0
+_PLACE_SECONDS = 30.0
 
 _log = structlog.get_logger(__name__)
 
@@ -46,10 +53,10 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What is known to be in a database."""
+    """What is known to be in a database. No generations: it was written and has to be compared."""
 
     database_url: str
-    generations: frozenset[tuple[str, int]]
+    generations: frozenset[tuple[str, int]] | None
     at: float
 
 
@@ -74,10 +81,14 @@ class CronTasks:
         self._clock = clock
         self._now = now
         self._places = asyncio.Semaphore(CONNECTIONS)
+        self._retry_places = asyncio.Semaphore(RETRY_CONNECTIONS)
+        self._failed: set[Key] = set()
         self._locks: defaultdict[Key, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._written: dict[Key, _Written] = {}
         self._agent_of: dict[Key, Key] = {}
         self._first_seen: dict[str, tuple[int, datetime]] = {}
+        self._states: dict[str, TaskState] = {}
+        self._read_at: dict[Key, float] = {}
 
     def start(self, supervisor: Supervisor) -> None:
         """Starts the loop that finds what changed while nobody watched; the supervisor stops it."""
@@ -89,16 +100,21 @@ class CronTasks:
         Raises StoreUnavailable, KubeError.
         """
         task = self._cache.get(Ref(CRONTASKS, key.namespace, key.name))
+        before = self._agent_of.get(key)
         if task is None:
-            agent = self._agent_of.pop(key, None)
-            if agent is not None and (target := self._ready(agent)) is not None:
-                await self.write(target)
+            if before is not None and (target := self._ready(before)) is not None:
+                await self.write(target)  # where it cannot be written now, `look` finds the difference later
+            self._agent_of.pop(key, None)
             return None
-        agent = self._agent_of[key] = _agent_of(task)
+        agent = agent_of(task)
+        if before not in (None, agent) and (target := self._ready(before)) is not None:
+            with self._looked_at_again_soon(before):
+                await self.write(target)
+        self._agent_of[key] = agent
         condition = self._judge(task, agent)
         again = None
         if condition is None:
-            condition, again = await self._accept(agent)
+            condition, again = await self._accept(agent, note=left_out(task))
         elif condition.reason is Reason.AGENT_RUN_MISSING:
             again = WAIT_SECONDS
         await self._say(key, task, condition)
@@ -107,53 +123,60 @@ class CronTasks:
     async def write(self, target: Target) -> None:
         """Makes the rows of one AgentRun equal to its CronTasks, unless they are known to be. Raises StoreUnavailable."""
         async with self._locks[target.key]:
-            if self._is_written(target, self._tasks_of(target.key)):
-                return
-            try:
-                async with self._places, asyncio.timeout(_DATABASE_SECONDS):
-                    tasks = await self._replace(target)
-            except TimeoutError:
-                raise StoreUnavailable(f"Postgres did not answer within {_DATABASE_SECONDS:g} s") from None
-            except asyncpg.PostgresError as error:
-                raise StoreUnavailable(f"Postgres refuses: {error}") from error
-            await failpoints.hit("operator.crontask.stored")
+            if not self._is_written(target, self._tasks_of(target.key)):
+                await self._visit(target)
+
+    async def _visit(self, target: Target) -> None:
+        """Writes what is to be written, and reads what has come of the slots. Raises StoreUnavailable."""
+        key = target.key
+        self._read_at[key] = self._clock()
+        places = self._retry_places if key in self._failed else self._places
+        self._failed.add(key)
+        try:
+            async with asyncio.timeout(_PLACE_SECONDS + _DATABASE_SECONDS), places, asyncio.timeout(_DATABASE_SECONDS):
+                tasks = await self._exchange(target)
+        except TimeoutError:
+            raise StoreUnavailable(f"Postgres did not answer within {_DATABASE_SECONDS:g} s") from None
+        except asyncpg.PostgresError as error:
+            raise StoreUnavailable(f"Postgres refuses: {error}") from error
+        self._failed.discard(key)
+        await failpoints.hit("operator.crontask.stored")
+        if not self._is_written(target, tasks):
             self._note(target, tasks)
 
-    async def _replace(self, target: Target) -> list[Body]:
+    async def _exchange(self, target: Target) -> list[Body]:
         conn = await connect(target.database_url, name="agentrun-operator")
         try:
             owner = (await migrations.check(conn)).owner
             if owner not in (None, str(target.key)):
                 raise StoreUnavailable(f"the database belongs to the AgentRun {owner} now")
             tasks = self._tasks_of(target.key)  # as they are now: the connection took its time
-            good = [(task, manifest) for task in tasks if (manifest := _valid(task)) is not None]
-            schedules = [self._schedule(task, manifest) for task, manifest in good]
-            await cron_tasks.replace(conn, schedules, keep=[UUID(_uid(task)) for task in tasks])
+            if not self._is_written(target, tasks):
+                good = [(task, manifest) for task in tasks if (manifest := valid(task)) is not None]
+                rows = [self._schedule(task, manifest) for task, manifest in good]
+                self._written[target.key] = _Written(target.database_url, None, self._clock())  # a lost reply is no refusal
+                await cron_tasks.replace(conn, rows, keep=[UUID(uid_of(task)) for task in tasks])
+            self._states.update({str(state.uid): state for state in await cron_tasks.states(conn)})
         finally:
-            await conn.close()
+            await close(conn)
         return tasks
 
-    def _note(self, target: Target, tasks: list[Body]) -> None:
+    def _note(self, target: Target, tasks: Sequence[Body]) -> None:
         self._written[target.key] = _Written(target.database_url, _generations(tasks), self._clock())
 
     def _judge(self, task: Body, agent: Key) -> Condition | None:
         """What keeps a CronTask from being stored, if anything."""
-        try:
-            manifest = cron_task_of(task)
-        except ManifestError as error:
-            return _refused(Reason.INVALID_SPEC, str(error))
-        if problem := schedule_problem(manifest.spec.schedule):
-            return _refused(Reason.SCHEDULE_INVALID, problem)
-        if problem := zone_problem(manifest.spec.time_zone):
-            return _refused(Reason.TIME_ZONE_UNKNOWN, problem)
+        found = read(task)
+        if isinstance(found, Condition):
+            return found
         if self._cache.get(Ref(AGENTRUNS, agent.namespace, agent.name)) is None:
-            return _refused(
+            return refused(
                 Reason.AGENT_RUN_MISSING,
                 f"the AgentRun {agent.name} is not in this namespace; create it, or delete this CronTask",
             )
         return None
 
-    async def _accept(self, agent: Key) -> tuple[Condition, float | None]:
+    async def _accept(self, agent: Key, *, note: str) -> tuple[Condition, float | None]:
         target = self._ready(agent)
         if target is None:
             message = f"the database of the AgentRun {agent.name} is not ready; see its conditions"
@@ -164,7 +187,7 @@ class CronTasks:
             _log.warning("schedules could not be stored", agentrun=str(agent), error=str(error))
             message = f"the database of the AgentRun {agent.name} does not answer"
             return Condition(ConditionType.ACCEPTED, Status.UNKNOWN, Reason.DATABASE_UNREACHABLE, message), WAIT_SECONDS
-        stored = "the schedule is stored; this version does not fire it yet"
+        stored = f"the schedule is stored, and the AgentRun's scheduler fires it{note}"
         return Condition(ConditionType.ACCEPTED, Status.TRUE, Reason.ACCEPTED, stored), None
 
     def _ready(self, agent: Key) -> Target | None:
@@ -175,111 +198,115 @@ class CronTasks:
         return [
             body
             for ref, body in self._cache.of(CRONTASKS).items()
-            if ref.namespace == agent.namespace and _agent_of(body) == agent and "deletionTimestamp" not in body["metadata"]
+            if ref.namespace == agent.namespace and agent_of(body) == agent and _stays(body)
         ]
 
-    def _is_written(self, target: Target, tasks: list[Body]) -> bool:
+    def _is_written(self, target: Target, tasks: Sequence[Body]) -> bool:
         known = self._written.get(target.key)
         return known is not None and known.database_url == target.database_url and known.generations == _generations(tasks)
 
     def _schedule(self, task: Body, manifest: CronTask) -> cron_tasks.Schedule:
-        generation = int(task["metadata"].get("generation", 1))
-        document = manifest.as_document()
-        spec = json.dumps({"name": manifest.metadata.name, **document["spec"]}, sort_keys=True)
-        return cron_tasks.Schedule(UUID(_uid(task)), generation, spec, self._slots_from(task, generation))
+        generation = generation_of(task)
+        return cron_tasks.Schedule(UUID(uid_of(task)), generation, manifest.as_row(), self._slots_from(task, generation))
 
     def _slots_from(self, task: Body, generation: int) -> datetime:
         """When this generation was first seen: by the API server, for the first one; else by this process."""
-        seen = self._first_seen.get(_uid(task))
+        seen = self._first_seen.get(uid_of(task))
         return seen[1] if seen is not None and seen[0] == generation else self._see(task)
 
     def _see(self, task: Body) -> datetime:
-        generation, at = int(task["metadata"].get("generation", 1)), self._now()
+        generation, at = generation_of(task), self._now()
         if generation == 1 and (created := task["metadata"].get("creationTimestamp")):
             at = datetime.fromisoformat(created)
-        seen = self._first_seen.get(_uid(task))
+        seen = self._first_seen.get(uid_of(task))
         if seen is None or seen[0] != generation:
-            self._first_seen[_uid(task)] = (generation, at)
+            self._first_seen[uid_of(task)] = (generation, at)
             return at
         return seen[1]
 
-    async def _say(self, key: Key, task: Body, condition: Condition) -> None:
-        """Writes the status, if it says something else."""
-        generation, status = int(task["metadata"].get("generation", 1)), task.get("status") or {}
-        conditions = [*merge(status.get("conditions") or (), [condition], generation=generation, now=self._now())]
-        wanted = {"observedGeneration": generation, "conditions": conditions}
-        if all(status.get(name) == value for name, value in wanted.items()):
+    async def _say(self, key: Key, task: Body, condition: Condition | None) -> None:
+        """Writes the status, if it says something else. Without a condition those that are there stay."""
+        generation, status = generation_of(task), task.get("status") or {}
+        conditions = status.get("conditions") or []
+        if condition is not None:
+            conditions = [*merge(conditions, [condition], generation=generation, now=self._now())]
+        elif not conditions or status.get("observedGeneration") != generation:
+            return  # it is reconciled first
+        slots = members(self._states.get(uid_of(task)), valid(task), old=status, now=self._now())
+        wanted = {"observedGeneration": generation, "conditions": conditions, **slots}
+        if wanted == {name: status[name] for name in ("observedGeneration", "conditions", *MEMBERS) if name in status}:
             return
         ref = Ref(CRONTASKS, key.namespace, key.name)
         try:
-            answer = await self._kube.apply(
-                ref, {"metadata": {"uid": _uid(task)}, "status": wanted}, manager=MANAGER, subresource="status"
-            )
+            answer = await write_status(self._kube, ref, uid_of(task), wanted)
         except NotFound:
             return  # deleted in this moment
         self._cache.put(CRONTASKS, answer)
 
     async def _watch(self, stamp: Stamp) -> None:
         while True:
-            await self.look()
+            await self.look(stamp)
             stamp()
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def look(self) -> None:
-        """Notes new generations, and writes where what is in a database is not known or was last compared long ago."""
-        busy: set[Key] = set()
+    async def look(self, stamp: Stamp = lambda: None) -> None:
+        """Notes new generations, writes where what is in a database is not known or was last compared long ago, and reads what has
+        come of the slots.
+        """
+        tasks_of: defaultdict[Key, list[Body]] = defaultdict(list)
         uids: set[str] = set()
         for task in self._cache.of(CRONTASKS).values():
             self._see(task)
-            busy.add(_agent_of(task))
-            uids.add(_uid(task))
-        for uid in self._first_seen.keys() - uids:
-            del self._first_seen[uid]
+            uids.add(uid_of(task))
+            if _stays(task):
+                tasks_of[agent_of(task)].append(task)
+        for known in (self._first_seen, self._states):
+            for uid in known.keys() - uids:
+                del known[uid]
         agents = set(self._cache.agent_runs())
-        for key in self._written.keys() - agents:
-            del self._written[key]
+        for key in (self._written.keys() | self._failed | self._read_at.keys()) - agents:
+            self._written.pop(key, None)
+            self._failed.discard(key)
             self._locks.pop(key, None)
-        due = [target for key in agents if (target := self._ready(key)) is not None and self._is_due(target, key in busy)]
-        for target in due:
-            self._written.pop(target.key, None)
-            if target.key not in busy and self._stored(target) == 0:
-                self._note(target, [])
-        await asyncio.gather(*(self._try(target) for target in due if target.key not in self._written))
+            self._read_at.pop(key, None)
+        ready = [target for key in agents if (target := self._ready(key)) is not None]
+        due = [target for target in ready if self._is_due(target, tasks_of.get(target.key, ()))]
+        failed = sorted((target for target in due if target.key in self._failed), key=lambda target: self._read_at[target.key])
+        others = (target for target in due if target.key not in self._failed)
+        await asyncio.gather(*(self._try(target, stamp) for target in (*others, *failed[:RETRY_CONNECTIONS])))
 
-    def _is_due(self, target: Target, busy: bool) -> bool:
-        known = self._written.get(target.key)
-        if known is None or known.database_url != target.database_url:
+    def _is_due(self, target: Target, tasks: Sequence[Body]) -> bool:
+        """Whether the database has to be looked into. Once written it has to be equal, whether there are tasks or not."""
+        known, now = self._written.get(target.key), self._clock()
+        if known is not None and known.database_url == target.database_url:
+            if tasks and now - known.at > REPEAT_SECONDS:
+                self._written[target.key] = replace(known, generations=None)
+        elif not tasks and self._stored(target) == 0:
+            self._note(target, [])
+        if not self._is_written(target, tasks):
             return True
-        return busy and self._clock() - known.at > REPEAT_SECONDS
+        return bool(tasks) and now - self._read_at.get(target.key, -STATUS_SECONDS) >= STATUS_SECONDS
 
-    async def _try(self, target: Target) -> None:
+    async def _try(self, target: Target, stamp: Stamp) -> None:
+        with self._looked_at_again_soon(target.key):
+            async with self._locks[target.key]:
+                await self._visit(target)
+        for task in self._tasks_of(target.key):
+            with self._looked_at_again_soon(target.key):
+                await self._say(Key(target.key.namespace, str(task["metadata"]["name"])), task, None)
+        stamp()
+
+    @contextlib.contextmanager
+    def _looked_at_again_soon(self, agent: Key) -> Iterator[None]:
         try:
-            await self.write(target)
-        except AgentrunError as error:  # looked at again soon
-            _log.debug("schedules could not be compared", agentrun=str(target.key), error=str(error))
+            yield
+        except AgentrunError as error:
+            _log.debug("schedules could not be compared", agentrun=str(agent), error=str(error))
 
 
-def _refused(reason: Reason, message: str) -> Condition:
-    return Condition(ConditionType.ACCEPTED, Status.FALSE, reason, message)
+def _stays(task: Body) -> bool:
+    return "deletionTimestamp" not in task["metadata"]
 
 
-def _valid(task: Body) -> CronTask | None:
-    """The manifest, if it can be stored: of one that cannot, the last good generation stays."""
-    try:
-        manifest = cron_task_of(task)
-    except ManifestError:
-        return None
-    return None if schedule_problem(manifest.spec.schedule) or zone_problem(manifest.spec.time_zone) else manifest
-
-
-def _agent_of(task: Body) -> Key:
-    ref = (task.get("spec") or {}).get("agentRunRef") or {}
-    return Key(task["metadata"].get("namespace", ""), str(ref.get("name", "")))
-
-
-def _uid(task: Body) -> str:
-    return str(task["metadata"]["uid"])
-
-
-def _generations(tasks: list[Body]) -> frozenset[tuple[str, int]]:
-    return frozenset((_uid(task), int(task["metadata"].get("generation", 1))) for task in tasks)
+def _generations(tasks: Sequence[Body]) -> frozenset[tuple[str, int]]:
+    return frozenset((uid_of(task), generation_of(task)) for task in tasks)

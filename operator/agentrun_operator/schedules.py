@@ -1,86 +1,90 @@
-"""Whether a CronTask's schedule can be followed: what the CRD's pattern cannot say. Pure, except that it reads the zone database."""
+"""A CronTask as the API server has it: whether it can be followed, and what its status says of its slots. Pure."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
 
-MACROS = frozenset({"@hourly", "@daily", "@weekly", "@monthly", "@yearly"})
-_MONTHS = ("JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC")
-_WEEKDAYS = ("SUN", "MON", "TUE", "WED", "THU", "FRI", "SAT")
-_LONGEST_MONTHS = dict(zip(range(1, 13), (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31), strict=True))
+from agentrun.domain import cron
+from agentrun.domain.errors import ManifestError
+from agentrun.manifests import CronTask
+from agentrun.store.cron_tasks import TaskState
+from agentrun_operator.conditions import Condition, Status, stamp
+from agentrun_operator.lenient import Known, known_cron_task, note_of
+from agentrun_operator.reasons import ConditionType, Reason
+from agentrun_operator.resources import Key
 
+MEMBERS = ("lastScheduleTime", "lastOutcome", "lastSuccessfulTime", "nextScheduleTime", "active")
 
-class _Wrong(ValueError):
-    """The message says what is wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    name: str
-    least: int
-    most: int
-    names: tuple[str, ...] = ()
-
-    def values(self, text: str) -> frozenset[int]:
-        """The values that a field matches; H, one that is chosen later, counts as all. Raises _Wrong."""
-        return frozenset(value for item in text.split(",") for value in self._item(item))
-
-    def _item(self, item: str) -> Iterator[int]:
-        base, slash, step_text = item.partition("/")
-        first, dash, last = base.partition("-")
-        if base in ("*", "H"):
-            low, high = self.least, self.most
-        else:
-            low = self._number(first)
-            high = self._number(last) if dash else (self.most if slash else low)
-        if low > high:
-            raise _Wrong(f"the {self.name} {base} runs backwards; write the smaller number first")
-        if not slash:
-            return iter(range(low, high + 1))
-        if not step_text.isascii() or not step_text.isdigit() or not 1 <= int(step_text) <= high - low:
-            raise _Wrong(f"the step of the {self.name} {item} must be between 1 and {high - low}")
-        return iter(range(low, high + 1, int(step_text)))
-
-    def _number(self, text: str) -> int:
-        if text.upper() in self.names:
-            return self.names.index(text.upper()) + self.least
-        if not text.isascii() or not text.isdigit() or not self.least <= int(text) <= self.most:
-            raise _Wrong(f"the {self.name} {text} must be between {self.least} and {self.most}")
-        return int(text)
+Body = Mapping[str, Any]
 
 
-_FIELDS = (
-    _Field("minute", 0, 59),
-    _Field("hour", 0, 23),
-    _Field("day", 1, 31),
-    _Field("month", 1, 12, _MONTHS),
-    _Field("weekday", 0, 7, _WEEKDAYS),
-)
+def agent_of(task: Body) -> Key:
+    """The AgentRun that a CronTask is for."""
+    ref = (task.get("spec") or {}).get("agentRunRef") or {}
+    return Key(task["metadata"].get("namespace", ""), str(ref.get("name", "")))
 
 
-def schedule_problem(schedule: str) -> str | None:
-    """What is wrong with a schedule, and what to do; None if it has a next time."""
-    if schedule in MACROS:
+def generation_of(task: Body) -> int:
+    return int(task["metadata"].get("generation", 1))
+
+
+def refused(reason: Reason, message: str) -> Condition:
+    """Says that a CronTask is not accepted."""
+    return Condition(ConditionType.ACCEPTED, Status.FALSE, reason, message)
+
+
+def read(task: Body) -> Known[CronTask] | Condition:
+    """The manifest, or why it cannot be followed."""
+    try:
+        known = known_cron_task(task)
+    except ManifestError as error:
+        return refused(Reason.INVALID_SPEC, str(error))
+    if problem := cron.schedule_problem(known.manifest.spec.schedule):
+        return refused(Reason.SCHEDULE_INVALID, problem)
+    if problem := cron.zone_problem(known.manifest.spec.time_zone):
+        return refused(Reason.TIME_ZONE_UNKNOWN, problem)
+    return known
+
+
+def valid(task: Body) -> CronTask | None:
+    """The manifest, if it can be followed: of one that cannot, the last good generation stays."""
+    known = read(task)
+    return known.manifest if isinstance(known, Known) else None
+
+
+def left_out(task: Body) -> str:
+    """What the condition adds about members that this operator does not know."""
+    known = read(task)
+    return note_of(known.unknown) if isinstance(known, Known) else ""
+
+
+def members(state: TaskState | None, manifest: CronTask | None, *, old: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+    """The status members, without those that there is nothing to say of.
+
+    `state` is what the database has, None: it was not read, so what the `old` status says stays. `manifest` None: the spec cannot be
+    followed; then the schedule that is stored goes on.
+    """
+    if state is None:
+        return {name: old[name] for name in MEMBERS if name in old}
+    found = {
+        "lastScheduleTime": _stamp(state.last_slot),
+        "lastOutcome": state.last_outcome.value if state.last_outcome else None,
+        "lastSuccessfulTime": _stamp(state.last_success),
+        "nextScheduleTime": _stamp(_next(state, manifest, now)),
+        "active": [str(run) for run in state.active],
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _next(state: TaskState, manifest: CronTask | None, now: datetime) -> datetime | None:
+    """The next slot as a scheduler has noted it; until one has seen this generation, by the same arithmetic."""
+    if manifest is not None and manifest.spec.suspend:
         return None
-    texts = schedule.split(" ")
-    texts = [text for text in texts if text]
-    if len(texts) != len(_FIELDS) or schedule != schedule.strip():
-        return "the schedule must have the five fields minute, hour, day, month and weekday, or be one of " + " ".join(
-            sorted(MACROS)
-        )
-    try:
-        _, _, days, months, _ = (field.values(text) for field, text in zip(_FIELDS, texts, strict=True))
-    except _Wrong as wrong:
-        return str(wrong)
-    if texts[4] == "*" and not any(day <= _LONGEST_MONTHS[month] for day in days for month in months):
-        return "the day does not exist in any of these months; choose a day that does"
-    return None
+    if state.next_slot is not None or manifest is None:
+        return state.next_slot
+    spec, metadata = manifest.spec, manifest.metadata
+    return cron.parse(spec.schedule, spec.time_zone, seed=cron.seed(metadata.namespace, metadata.name)).next(now)
 
 
-def zone_problem(time_zone: str) -> str | None:
-    """What is wrong with a time zone's name; None if it is known."""
-    try:
-        ZoneInfo(time_zone)
-    except (ZoneInfoNotFoundError, ValueError, OSError):
-        return f"the time zone {time_zone} is not known; use a name of the IANA database, such as Europe/Berlin"
-    return None
+def _stamp(moment: datetime | None) -> str | None:
+    return None if moment is None else stamp(moment)

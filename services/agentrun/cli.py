@@ -6,16 +6,19 @@ import sys
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentrun import __version__, settings
 from agentrun.domain.errors import AgentrunError, ConfigurationError, ManifestError
 from agentrun.domain.keys import RANDOM_BYTES, Scope, generate, record_line
-from agentrun.manifests import AgentRun, load, load_one
+from agentrun.manifests import AgentRun, load
 from agentrun.settings import Settings
 from agentrun.telemetry import set_up_logs
+
+if TYPE_CHECKING:
+    from agentrun_operator.kube import Kube
 
 app = typer.Typer(
     name="agentrun",
@@ -26,6 +29,8 @@ app = typer.Typer(
 )
 keys = typer.Typer(help="API keys.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
+crds = typer.Typer(help="Print the CustomResourceDefinitions, or bring them into a cluster.")
+app.add_typer(crds, name="crds")
 
 
 def main() -> None:
@@ -104,7 +109,10 @@ def migrate() -> None:
 
 @app.command()
 def dev(
-    manifest: Annotated[Path, typer.Option("--file", "-f", metavar="FILE", help="The AgentRun manifest.")],
+    files: Annotated[
+        list[Path],
+        typer.Option("--file", "-f", metavar="FILE", help="The manifests: one AgentRun, and its CronTasks. May be repeated."),
+    ],
     state: Annotated[
         Path | None,
         typer.Option(
@@ -121,20 +129,35 @@ def dev(
 ) -> None:
     """Run everything on this machine: stores, gateway, scheduler and workers."""
     current = settings.read()
-    agent_run = load_one(manifest)
+    from agentrun.dev import schedules
+
+    given = schedules.load(files)
     from agentrun.dev import stack
     from agentrun.dev.options import Options
 
-    options = Options(manifest, state, port, message or None, model or None, base_url or None, serve)
-    raise typer.Exit(stack.main(agent_run, options, current))
+    options = Options(given.file, state, port, message or None, model or None, base_url or None, serve)
+    raise typer.Exit(stack.main(given.agent_run, options, current, cron_tasks=given.cron_tasks))
 
 
-@app.command()
-def crds() -> None:
+@crds.callback(invoke_without_command=True)
+def print_crds(context: typer.Context) -> None:
     """Print the CustomResourceDefinitions, for `agentrun crds | kubectl apply --server-side -f -`."""
     from agentrun.manifests.definitions import definitions
 
-    print(definitions(), end="")
+    if context.invoked_subcommand is None:
+        print(definitions(), end="")
+
+
+@crds.command("apply")
+def apply_crds() -> None:
+    """Apply the CustomResourceDefinitions of this version; newer ones are left as they are. Needs KUBECONFIG, or runs in a pod."""
+    _run(_in_cluster(_apply_crds))
+
+
+@crds.command("check")
+def check_crds() -> None:
+    """Say whether the API server serves AgentRun and CronTask. Needs KUBECONFIG, or runs in a pod."""
+    _run(_in_cluster(_check_crds))
 
 
 @keys.command("create")
@@ -160,6 +183,43 @@ def create_key(
     else:
         _append(file, record_line(record))
     print(key)
+
+
+async def _in_cluster(work: "Callable[[Kube], Coroutine[Any, Any, None]]") -> None:
+    """Does something with the API server."""
+    from agentrun_operator import settings as operator_settings
+    from agentrun_operator.kube import Kube
+
+    current = operator_settings.read()
+    api = await Kube.connect(current.kubeconfig_paths, seconds=current.request_seconds)
+    try:
+        await work(api)
+    finally:
+        await api.aclose()
+
+
+async def _apply_crds(api: "Kube") -> None:
+    from agentrun.manifests import installation
+    from agentrun.manifests.definitions import documents
+    from agentrun_operator.resources import CRDS, Ref
+
+    class Cluster:
+        async def get(self, name: str) -> installation.Definition | None:
+            return await api.get(Ref(CRDS, "", name))
+
+        async def apply(self, name: str, definition: installation.Definition) -> installation.Definition:
+            return await api.apply(Ref(CRDS, "", name), dict(definition), manager=installation.MANAGER)
+
+    await installation.install(documents(), Cluster(), pause=lambda: asyncio.sleep(0.5), say=print)
+
+
+async def _check_crds(api: "Kube") -> None:
+    from agentrun_operator.resources import OURS
+
+    served = await api.served(OURS[0].group, OURS[0].version)
+    if missing := [str(resource) for resource in OURS if resource.plural not in served]:
+        raise ConfigurationError(f"the API server does not serve {' and '.join(missing)}; apply them with `agentrun crds apply`")
+    print(f"the API server serves {' and '.join(map(str, OURS))}")
 
 
 def _append(file: Path, line: str) -> None:

@@ -52,6 +52,13 @@ ENTRY_ERRORS = _counter(
 )
 DEAD_LETTERS = _counter("agentrun_dead_letters_total", "Runs given up because too many of their attempts were lost.")
 CONSUMERS_RETIRED = _counter("agentrun_consumers_retired_total", "Idle consumers with nothing pending that were removed.")
+SLOTS = _counter("agentrun_slots_total", "Slots of CronTasks that were decided here, by outcome.", "outcome")
+SLOT_DELAY = Histogram(
+    "agentrun_slot_delay_seconds",
+    "From a slot's time until its run was stored; waits by jitterSeconds come on top.",
+    buckets=(0.5, 1, 2, 5, 10, 30, 60, 300, 3600),
+    registry=REGISTRY,
+)
 RUNS_ACTIVE = Gauge("agentrun_runs_active", "Runs that this worker executes right now.", registry=REGISTRY)
 WORKER_CAPACITY = Gauge("agentrun_worker_capacity", "Runs that this worker may execute at the same time.", registry=REGISTRY)
 LEASE_RENEWALS = _counter("agentrun_lease_renewals_total", "Lease renewals, by result: renewed, late, lost or failed.", "result")

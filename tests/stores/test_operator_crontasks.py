@@ -1,20 +1,28 @@
 """CronTasks in the database of their AgentRun: newer generations only, deletions, and what nobody saw happen."""
 
 import asyncio
+import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from store_servers import PrivateServer
+from run_factory import claimed
+from store_servers import Databases, PrivateServer
 
 from agentrun.control.scaling import Bounds
+from agentrun.domain.errors import StoreUnavailable
+from agentrun.domain.states import RunStatus
 from agentrun.maintenance.reaper import Limits
-from agentrun.store import cron_tasks, migrations
+from agentrun.scheduler.loop import Firing, News
+from agentrun.store import cron_tasks, migrations, slots, transitions
 from agentrun.store.cron_tasks import Schedule, Stored
 from agentrun.store.pool import Pool, create_pool
+from agentrun.store.transitions import Finish
+from agentrun_operator import crontasks
 from agentrun_operator.cache import ObjectCache
 from agentrun_operator.crontasks import CronTasks
 from agentrun_operator.resources import AGENTRUNS, CRONTASKS, DEPLOYMENTS, Key, Ref
@@ -64,6 +72,8 @@ class Stage:
         self.kube = StatusKube(self.cache)
         self.ready = True
         self.url = database_url
+        self.other_url = ""
+        self.stored: int | None = None
         self.now = NOW
         self.clock = 0.0
         self.cache.put(AGENTRUNS, {"metadata": {"name": "support", "namespace": "shop", "uid": "a", "resourceVersion": "1"}})
@@ -75,6 +85,7 @@ class Stage:
             self.kube,  # type: ignore[arg-type]
             self.cache,
             target_of=self.target,
+            stored=lambda _target: self.stored,
             clock=lambda: self.clock,
             now=lambda: self.now,
         )
@@ -85,7 +96,7 @@ class Stage:
             key,
             "a",
             "",
-            self.url,
+            self.url if key == AGENT else self.other_url,
             Bounds(0, 1, 1, 0, 0),
             Limits(30, 30, 1, 3),
             worker,
@@ -120,6 +131,15 @@ async def pool(database_url: str) -> AsyncIterator[Pool]:
 @pytest.fixture
 def stage(database_url: str) -> Stage:
     return Stage(database_url)
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str) -> AsyncIterator[Pool]:
+    made = await create_pool(url, 1)
+    try:
+        yield made
+    finally:
+        await made.close()
 
 
 async def only(pool: Pool) -> Stored:
@@ -171,6 +191,102 @@ async def test_a_deletion_is_marked_and_the_row_stays(stage: Stage, pool: Pool) 
     assert (await only(pool)).deleted_at is not None
 
 
+async def test_a_deletion_while_the_database_is_away_is_marked_when_it_is_back(private_postgres: PrivateServer) -> None:
+    await migrations.migrate(private_postgres.url, say=lambda _: None)
+    stage = Stage(private_postgres.url)
+    await stage.see(task(uid=uuid4()))
+    stage.stored = 0  # what was seen there before the task
+    await private_postgres.kill()
+    with pytest.raises(StoreUnavailable):
+        await stage.lose()
+    await stage.tasks.look()
+    await private_postgres.start()
+    await stage.tasks.look()
+    async with connected(private_postgres.url) as made:
+        assert (await only(made)).deleted_at is not None
+
+
+async def test_the_retry_of_a_deletion_knows_whose_it_was(private_postgres: PrivateServer) -> None:
+    await migrations.migrate(private_postgres.url, say=lambda _: None)
+    stage = Stage(private_postgres.url)
+    await stage.see(task(uid=uuid4()))
+    await private_postgres.kill()
+    with pytest.raises(StoreUnavailable):
+        await stage.lose()
+    await private_postgres.start()
+    await stage.lose()
+    async with connected(private_postgres.url) as made:
+        assert (await only(made)).deleted_at is not None
+
+
+async def test_a_deletion_while_the_gate_is_closed_is_marked_when_it_opens(stage: Stage, pool: Pool) -> None:
+    await stage.see(task(uid=uuid4()))
+    stage.ready = False
+    await stage.lose()
+    await stage.tasks.look()
+    stage.ready = True
+    await stage.tasks.look()
+    assert (await only(pool)).deleted_at is not None
+
+
+@pytest.mark.parametrize("seen", ["by a reconcile", "by a look"])
+async def test_made_anew_for_another_agentrun_it_leaves_the_first_one(
+    stage: Stage, pool: Pool, databases: Databases, seen: str
+) -> None:
+    async with databases.migrated() as other_url, connected(other_url) as other_pool:
+        stage.other_url = other_url
+        stage.cache.put(AGENTRUNS, {"metadata": {"name": "other", "namespace": "shop", "uid": "b", "resourceVersion": "1"}})
+        await stage.see(task(uid=uuid4()))
+        uid = uuid4()
+        body = task(uid=uid, agentRunRef={"name": "other"})
+        if seen == "by a reconcile":
+            await stage.see(body)
+        else:
+            stage.cache.put(CRONTASKS, body)
+            await stage.tasks.look()
+        assert (await only(pool)).deleted_at is not None
+        stored = await only(other_pool)
+        assert (stored.schedule.uid, stored.deleted_at) == (uid, None)
+
+
+async def test_a_changed_database_gets_the_tasks_and_the_old_one_is_let_alone(
+    stage: Stage, pool: Pool, databases: Databases
+) -> None:
+    uid = uuid4()
+    await stage.see(task(uid=uid))
+    before = await only(pool)
+    async with databases.migrated() as other_url, connected(other_url) as other_pool:
+        stage.url = other_url
+        await stage.tasks.look()
+        stored = await only(other_pool)
+        assert (stored.schedule.uid, stored.deleted_at) == (uid, None)
+        await stage.lose()
+        assert (await only(other_pool)).deleted_at is not None
+    assert await only(pool) == before, "it is not this AgentRun's any more"
+
+
+async def test_a_postgres_that_hangs_in_mid_conversation_costs_bounded_time(
+    private_postgres: PrivateServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crontasks, "_DATABASE_SECONDS", 1.0)
+    await migrations.migrate(private_postgres.url, say=lambda _: None)
+    stage = Stage(private_postgres.url)
+    stage.cache.put(CRONTASKS, task(uid=uuid4()))
+    look_at_states = cron_tasks.states
+
+    async def hang(conn: Any) -> Any:
+        await private_postgres.pause()
+        return await look_at_states(conn)
+
+    monkeypatch.setattr(crontasks.cron_tasks, "states", hang)
+    begun, stamps = time.monotonic(), []
+    looking = asyncio.create_task(stage.tasks.look(lambda: stamps.append(time.monotonic())))
+    done, _ = await asyncio.wait([looking], timeout=15)
+    await private_postgres.resume()
+    await looking
+    assert done and stamps, f"it took {time.monotonic() - begun:.1f} s"
+
+
 async def test_a_deletion_that_nobody_saw_is_found(stage: Stage, pool: Pool) -> None:
     await stage.see(task(uid=uuid4()))
     stage.cache.remove(Ref(CRONTASKS, "shop", "nightly"))
@@ -210,7 +326,7 @@ async def test_a_missing_agentrun_is_said(stage: Stage, pool: Pool) -> None:
         ({"schedule": "0 0 30 2 *"}, "ScheduleInvalid"),
         ({"schedule": "*/90 * * * *"}, "ScheduleInvalid"),
         ({"timeZone": "Mars/Olympus"}, "TimeZoneUnknown"),
-        ({"unknown": 1}, "InvalidSpec"),
+        ({"catchUp": {"mode": "Never"}}, "InvalidSpec"),
     ],
 )
 async def test_cr_16_a_schedule_that_cannot_be_followed_is_refused_and_the_last_good_one_stays(
@@ -255,6 +371,75 @@ async def test_a_database_of_another_agentrun_is_not_written(stage: Stage, pool:
     await stage.see(task(uid=uuid4()))
     assert stage.accepted[0] == "Unknown"
     assert await cron_tasks.all_of(pool) == []
+
+
+async def fired(pool: Pool, *, ahead: timedelta = timedelta()) -> None:
+    """A scheduler looks once."""
+    await Firing(pool, Silence(), namespace="shop", name="support", suspended=False, ahead=ahead).tick()
+
+
+class Silence:
+    async def send(self, news: News) -> None:
+        """Tells nobody."""
+
+
+async def test_the_status_says_what_has_come_of_the_slots_and_is_written_when_it_changes(stage: Stage, pool: Pool) -> None:
+    uid = uuid4()
+    await stage.see(task(uid=uid, schedule="* * * * *", catchUp={"mode": "Latest"}))
+    assert stage.kube.writes[-1]["nextScheduleTime"] == "2026-11-29T12:01:00Z", "by the operator's own clock, until one has fired"
+    assert "lastOutcome" not in stage.kube.writes[-1]
+    await fired(pool)
+    stage.clock += 16
+    await stage.tasks.look()
+    status = stage.kube.writes[-1]
+    (newest, *_) = await slots.history(pool, uid)
+    assert status["lastScheduleTime"] == newest.slot.strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert (status["lastOutcome"], status["active"]) == ("ran", [str(newest.run_id)])
+    assert status["nextScheduleTime"] > status["lastScheduleTime"]
+    assert "lastSuccessfulTime" not in status
+    assert [one["reason"] for one in status["conditions"]] == ["Accepted"]
+    written = len(stage.kube.writes)
+    stage.clock += 16
+    await stage.tasks.look()
+    assert len(stage.kube.writes) == written, "nothing is written when nothing changed"
+
+    assert newest.run_id is not None
+    claim = await claimed(pool, newest.run_id)
+    (done,) = await transitions.finish(pool, [Finish(newest.run_id, claim.epoch, RunStatus.SUCCEEDED)])
+    assert done.ok
+    stage.clock += 16
+    await stage.tasks.look()
+    assert "active" not in stage.kube.writes[-1]
+    assert "lastSuccessfulTime" in stage.kube.writes[-1]
+
+
+async def test_cr_14_a_new_zone_shows_its_next_time_at_once(stage: Stage, pool: Pool) -> None:
+    uid = uuid4()
+    await stage.see(task(uid=uid))
+    await fired(pool)
+    await stage.see(task(uid=uid, generation=2, timeZone="Asia/Tokyo"))
+    assert stage.kube.writes[-1]["nextScheduleTime"] == "2026-11-30T00:00:00Z"
+
+
+async def test_a_suspended_task_shows_no_next_time(stage: Stage) -> None:
+    uid = uuid4()
+    await stage.see(task(uid=uid))
+    assert "nextScheduleTime" in stage.kube.writes[-1]
+    await stage.see(task(uid=uid, generation=2, suspend=True))
+    assert "nextScheduleTime" not in stage.kube.writes[-1]
+
+
+async def test_what_was_known_stays_while_the_database_is_away(private_postgres: PrivateServer) -> None:
+    await migrations.migrate(private_postgres.url, say=lambda _: None)
+    stage = Stage(private_postgres.url)
+    body = task(uid=uuid4())
+    await stage.see(body)
+    known = stage.kube.writes[-1]["nextScheduleTime"]
+    stage.restart()
+    await private_postgres.kill()
+    await stage.see(body)
+    assert stage.accepted == ("Unknown", "DatabaseUnreachable")
+    assert stage.kube.writes[-1]["nextScheduleTime"] == known
 
 
 async def test_writers_at_the_same_time_leave_the_newest(pool: Pool) -> None:

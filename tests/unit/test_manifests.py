@@ -9,13 +9,18 @@ from crd_schema import nested
 from pydantic import BaseModel, ValidationError
 
 from agentrun.domain.errors import ManifestError
-from agentrun.manifests import AgentRun, AgentRunSpec, AgentSpec, CronTask, WorkersSpec, load, load_one, parse
+from agentrun.manifests import AgentRun, AgentRunSpec, AgentSpec, CronTask, WorkersSpec, load, load_all, load_one, parse
 from agentrun.manifests.base import Spec
 from agentrun.manifests.pods import PeerPort
 from agentrun.manifests.quantities import amount
 
 HEAD = "apiVersion: agentrun.dev/v1alpha1\nkind: AgentRun\nmetadata: {name: support}\n"
 AGENT = "agent: {model: 'demo:chat'}"
+TASK = """apiVersion: agentrun.dev/v1alpha1
+kind: CronTask
+metadata: {name: daily}
+spec: {agentRunRef: {name: support}, schedule: "0 9 * * *", input: report}
+"""
 
 
 def spec(text: str) -> str:
@@ -62,6 +67,20 @@ def test_a_file_may_hold_several_agent_runs(tmp_path: Path) -> None:
         load_one(file)
 
 
+def test_cron_tasks_beside_an_agent_run_are_checked_and_left_to_who_asks_for_them(tmp_path: Path) -> None:
+    file = tmp_path / "both.yaml"
+    file.write_text(TASK + "---\n" + spec(AGENT) + "\n---\n" + TASK.replace("daily", "weekly"))
+
+    assert load_one(file).metadata.name == "support"
+    assert [task.metadata.name for task in load_all(file).cron_tasks] == ["daily", "weekly"]
+
+
+def test_an_input_that_cannot_be_stored_is_refused() -> None:
+    text = TASK.replace("input: report", 'input: "a\\0b"')
+
+    assert "spec.input: holds a character that cannot be stored" in message(text)
+
+
 def test_json_is_accepted(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text(
@@ -81,7 +100,8 @@ def test_json_is_accepted(tmp_path: Path) -> None:
         ("a: \x00", "run.yaml: not YAML"),
         ("- 1", "run.yaml: holds a list; write an AgentRun"),
         ("kind: Deployment", "run.yaml: kind: 'Deployment' is not known; write kind: AgentRun"),
-        ("kind: CronTask", "run.yaml: kind: CronTask is kept by the operator only"),
+        ("kind: CronTask", "run.yaml: apiVersion: nothing is not known; write apiVersion: agentrun.dev/v1alpha1"),
+        (TASK, "run.yaml: holds CronTasks only; name the file with the AgentRun too"),
         ("kind: AgentRun\napiVersion: v1", "run.yaml: apiVersion: 'v1' is not known; write apiVersion: agentrun.dev/v1alpha1"),
         (HEAD, "run.yaml: spec: is missing; add it"),
         (spec(""), "run.yaml: spec.agent: is missing"),
@@ -125,7 +145,10 @@ def test_json_is_accepted(tmp_path: Path) -> None:
             "spec.workers.resources.requests.memory: '1GB' is no quantity; write it as 2, 500m or 1Gi",
         ),
         (spec(AGENT).replace("support", "Support_1"), "run.yaml: metadata.name: 'Support_1' is not valid"),
-        (spec(AGENT) + "\n---\nkind: CronTask", "run.yaml (document 2): kind: CronTask is kept by the operator only"),
+        (
+            spec(AGENT) + "\n---\n" + TASK.replace("0 9", "0 99"),
+            "run.yaml (document 2): spec.schedule: '0 99 * * *' is not valid",
+        ),
     ],
 )
 def test_a_mistake_is_told_in_one_line_with_field_and_remedy(text: str, expected: str) -> None:

@@ -1,73 +1,64 @@
-"""Which schedules can be followed."""
+"""What a CronTask's status says of its slots."""
+
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
 
 import pytest
 
-from agentrun_operator.schedules import schedule_problem, zone_problem
+from agentrun.domain.slots import SlotOutcome
+from agentrun.manifests import CronTask, cron_task_of
+from agentrun.store.cron_tasks import TaskState
+from agentrun_operator.schedules import members
+
+NOW = datetime(2026, 11, 29, 12, 0, 30, tzinfo=UTC)
+UID = UUID(int=1)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "* * * * *",
-        "0 9 * * MON-FRI",
-        "*/15 0-6/2 1,15 JAN,JUL *",
-        "H H * * *",
-        "H/15 * * * *",
-        "5/20 * * * *",
-        "0 9 29 2 *",
-        "0 0 30 2 MON",
-        "0 0 31 4,5 *",
-        "0 0 * * 7",
-        "0  9 * * *",
-        "@hourly",
-        "@yearly",
-    ],
-)
-def test_a_schedule_that_has_a_next_time(schedule: str) -> None:
-    assert schedule_problem(schedule) is None
+def at(hour: int, minute: int = 0) -> datetime:
+    return datetime(2026, 11, 29, hour, minute, tzinfo=UTC)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        "",
-        "* * * *",
-        "* * * * * *",
-        "* * * * * * *",
-        "* * * * *\n",
-        "@reboot",
-        "60 * * * *",
-        "* 24 * * *",
-        "* * 0 * *",
-        "* * * 13 *",
-        "* * * * 8",
-        "10-5 * * * *",
-        "*/0 * * * *",
-        "a * * * *",
-        "1,,2 * * * *",
-        "- * * * *",
-        "٣ * * * *",
-    ],
-)
-def test_cr_18_what_is_not_a_schedule_is_refused(schedule: str) -> None:
-    assert schedule_problem(schedule) is not None
+def manifest(**spec: Any) -> CronTask:
+    given = {"agentRunRef": {"name": "support"}, "schedule": "0 13 * * *", "input": "report", **spec}
+    return cron_task_of(
+        {"apiVersion": "agentrun.dev/v1alpha1", "kind": "CronTask", "metadata": {"name": "nightly"}, "spec": given}
+    )
 
 
-@pytest.mark.parametrize("schedule", ["*/60 * * * *", "*/90 * * * *", "* */24 * * *", "0-10/20 * * * *"])
-def test_cr_18_a_step_larger_than_its_field_is_refused(schedule: str) -> None:
-    assert "step" in (schedule_problem(schedule) or "")
+def state(**known: Any) -> TaskState:
+    nothing = dict.fromkeys(("next_slot", "last_slot", "last_outcome", "last_success"))
+    return TaskState(**{"uid": UID, "generation": 1, **nothing, "active": (), **known})
 
 
-@pytest.mark.parametrize("schedule", ["0 0 30 2 *", "0 0 31 4,6 *", "0 0 30-31 FEB *"])
-def test_cr_16_a_date_that_never_exists_is_refused(schedule: str) -> None:
-    assert "does not exist" in (schedule_problem(schedule) or "")
+def test_everything_that_is_known_is_said() -> None:
+    known = state(
+        next_slot=at(14), last_slot=at(11), last_outcome=SlotOutcome.SKIPPED_OVERLAP, last_success=at(10, 2), active=(UID,)
+    )
+    assert members(known, manifest(), old={}, now=NOW) == {
+        "lastScheduleTime": "2026-11-29T11:00:00Z",
+        "lastOutcome": "skipped_overlap",
+        "lastSuccessfulTime": "2026-11-29T10:02:00Z",
+        "nextScheduleTime": "2026-11-29T14:00:00Z",
+        "active": [str(UID)],
+    }
 
 
-@pytest.mark.parametrize("zone", ["Etc/UTC", "Europe/Berlin", "America/New_York"])
-def test_a_known_zone(zone: str) -> None:
-    assert zone_problem(zone) is None
+def test_until_a_scheduler_has_looked_the_next_time_is_reckoned() -> None:
+    assert members(state(), manifest(), old={}, now=NOW) == {"nextScheduleTime": "2026-11-29T13:00:00Z"}
+    in_tokyo = manifest(timeZone="Asia/Tokyo")
+    assert members(state(), in_tokyo, old={}, now=NOW) == {"nextScheduleTime": "2026-11-30T04:00:00Z"}
 
 
-@pytest.mark.parametrize("zone", ["Mars/Olympus", "Europe", "../etc/passwd", ""])
-def test_an_unknown_zone(zone: str) -> None:
-    assert "IANA" in (zone_problem(zone) or "")
+def test_a_suspended_task_has_no_next_time() -> None:
+    assert members(state(next_slot=at(14)), manifest(suspend=True), old={}, now=NOW) == {}
+
+
+def test_where_the_new_spec_cannot_be_followed_the_stored_schedule_goes_on() -> None:
+    assert members(state(next_slot=at(14)), None, old={}, now=NOW) == {"nextScheduleTime": "2026-11-29T14:00:00Z"}
+    assert members(state(), None, old={}, now=NOW) == {}
+
+
+@pytest.mark.parametrize("old", [{}, {"lastOutcome": "ran", "active": ["x"], "conditions": []}])
+def test_what_was_not_read_stays_as_it_is(old: dict[str, Any]) -> None:
+    assert members(None, manifest(), old=old, now=NOW) == {name: old[name] for name in old if name != "conditions"}

@@ -32,6 +32,11 @@ class Keys:
         return self.prefix + "entries"
 
     @property
+    def born(self) -> str:
+        """When the group of the work stream was made, in milliseconds: nothing is known there of what was before."""
+        return self.prefix + "born"
+
+    @property
     def wake(self) -> str:
         """The channel on which each publication of work is announced."""
         return self.prefix + "wake"

@@ -34,6 +34,7 @@ class _Link:
         self.connection = connection
         self.dirty = channels  # to be compared with what is wanted
         self.changed = asyncio.Event()
+        self.given_up = False
         self.sent: set[str] = set()
         self.unconfirmed: dict[str, int] = {}  # subscriptions on their way; two if one was ended in between
         self.missing = set(channels)  # of those wanted at the start; empty: all is as before the loss
@@ -112,6 +113,12 @@ class Subscriptions(Generic[T]):
         if not callbacks and self._callbacks.pop(channel, None) is not None and self._link is not None:
             self._link.touch(channel)
 
+    def reconnect(self) -> None:
+        """Gives up the connection and makes another one: this one leads to a server that is not the right one any more."""
+        if self._link is not None:
+            self._link.given_up = True
+            self._link.changed.set()
+
     async def aclose(self) -> None:
         """Ends all subscriptions and the connection."""
         self._callbacks.clear()
@@ -189,6 +196,8 @@ class Subscriptions(Generic[T]):
         """Makes the server's subscriptions what is wanted; whatever changed meanwhile goes into one command."""
         while True:
             await link.changed.wait()
+            if link.given_up:
+                raise ConnectionError("the connection was given up")
             link.changed.clear()
             changed, link.dirty = link.dirty, set()
             wanted = self._callbacks.keys() & changed

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from redis.asyncio import Redis
-from redis.exceptions import ResponseError
 
 from agentrun.bus.connection import (
     ANSWER_SECONDS,
@@ -64,10 +63,12 @@ class WorkStream:
         self._reader = DedicatedConnection(self._pool)
         self._ready = False
         self._recovering = False
+        self._create_group = script(redis, "create_group")
         self._publish = script(redis, "publish")
         self._republish = script(redis, "republish")
         self._acknowledge = script(redis, "acknowledge")
         self._refresh = script(redis, "refresh")
+        self._keep = script(redis, "keep")
         self._autoclaim = script(redis, "autoclaim")
         self._give_back = script(redis, "give_back")
         self._existing = script(redis, "existing")
@@ -86,11 +87,7 @@ class WorkStream:
         """
         await check(self._redis)
         async with answering(self._pool):
-            try:
-                await self._redis.xgroup_create(self._keys.runs, GROUP, id="0", mkstream=True)
-            except ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise
+            await self._create_group([self._keys.runs, self._keys.born], [GROUP])
         self._ready = True
 
     async def publish(self, run_ids: Sequence[UUID]) -> int:
@@ -153,6 +150,24 @@ class WorkStream:
             async with answering(self._pool):
                 return {_text(entry) for entry in await self._refresh([self._keys.runs], [GROUP, consumer, *entry_ids])}
         return set()
+
+    async def keep(self, consumer: str, held: Sequence[Held]) -> list[str | None]:
+        """The same for runs that this consumer works on; an entry that the stream has lost, as after FLUSHALL, is put back.
+
+        Each `held` names its run and entry. Answers for each the entry that this consumer holds now; None: somebody else will handle
+        one. The caller acknowledges what was put back for a run that has ended meanwhile.
+        """
+        if not held:
+            return []
+        arguments = [GROUP, consumer, *(part for one in held for part in (str(_run(one)), one.entry_id or BEGINNING))]
+        try:
+            async with answering(self._pool):
+                found = await self._keep(self._both, arguments)
+        except GroupMissing:
+            await self.ensure_group()
+            async with answering(self._pool):
+                found = await self._keep(self._both, arguments)
+        return [_text(entry) or None for entry in found]
 
     async def autoclaim(self, consumer: str, *, idle_ms: int, cursor: str, count: int) -> Reclaimed:
         """Claims up to `count` entries that nobody has touched for `idle_ms`, from `cursor` on.

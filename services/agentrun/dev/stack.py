@@ -8,12 +8,12 @@ next start finds the data and finishes what was unfinished.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agentrun.dev import conversation
+from agentrun.dev import conversation, schedules
 from agentrun.dev.binaries import StoresError
 from agentrun.dev.client import Client
 from agentrun.dev.conversation import Conversation, Screen
@@ -25,7 +25,7 @@ from agentrun.dev.stores import Stores, StoreUrls
 from agentrun.dev.workers import Workers
 from agentrun.domain.errors import AgentrunError, ConfigurationError, ManifestError, SchemaMismatch
 from agentrun.gateway import process as gateway_process
-from agentrun.manifests import AgentRun
+from agentrun.manifests import AgentRun, CronTask
 from agentrun.scheduler import process as scheduler_process
 from agentrun.settings import Settings
 from agentrun.store import migrations
@@ -43,6 +43,7 @@ class Plan:
     """What is to run: the AgentRun with its settings, without the stores' URLs as long as they are not known."""
 
     agent_run: AgentRun
+    cron_tasks: Sequence[CronTask]
     options: Options
     state: Path
     settings: Settings
@@ -77,7 +78,7 @@ class Stack:
             await asyncio.sleep(WATCH_SECONDS)
 
 
-def main(agent_run: AgentRun, options: Options, settings: Settings) -> int:
+def main(agent_run: AgentRun, options: Options, settings: Settings, *, cron_tasks: Sequence[CronTask] = ()) -> int:
     """Runs the stack with the settings of the environment; returns the exit code: 0, 1 if the message's run did not succeed, 130 if it
     was ended at once. Raises AgentrunError.
     """
@@ -92,7 +93,7 @@ def main(agent_run: AgentRun, options: Options, settings: Settings) -> int:
             agent_run, manifest = with_model(agent_run, options.model, state)
         settings = settings_of(settings, agent_run, manifest=manifest, state=state, port=port)
         with contextlib.suppress(KeyboardInterrupt):
-            return asyncio.run(_run(Plan(agent_run, options, state, settings)))
+            return asyncio.run(_run(Plan(agent_run, cron_tasks, options, state, settings)))
     return 130
 
 
@@ -187,6 +188,9 @@ async def _stack(plan: Plan, screen: Screen, stopping: Stopping) -> AsyncIterato
         settings = plan.settings.model_copy(update={"database_url": urls.database_url, "redis_url": urls.redis_url})
         applied = await _migrate(settings, plan.state, own=urls.keeper_pid is not None)
         screen.step("schema", f"version {migrations.LATEST}" + (f", {applied} migration(s) applied" if applied else ""))
+        await schedules.write(settings.database_url, plan.cron_tasks)
+        for task in plan.cron_tasks:
+            screen.step("schedule", schedules.describe(task))
         key = dev_key(plan.state)
         environment = worker_environment(settings, plan.options)
         grace = plan.agent_run.spec.workers.drain_seconds + GRACE_MARGIN_SECONDS
@@ -247,7 +251,7 @@ async def _processes(
                 part.result()
         url = f"http://{settings.host}:{await listening}"
         screen.step("gateway", url)
-        screen.step("scheduler", "reaper and sweep")
+        screen.step("scheduler", "schedules, reaper and sweep")
         yield url, (gateway, scheduler)
     finally:
         stop.set()

@@ -66,6 +66,11 @@ class Reaper:
         self._lease_contact = Contact(lease=timedelta(seconds=limits.lease_seconds), longest_gap=gap)
         self._entry_contact = Contact(lease=timedelta(seconds=limits.lease_seconds), longest_gap=gap)
 
+    @property
+    def steady(self) -> bool:
+        """Whether the contact with Postgres has lasted for a lease, so that attempts past theirs are taken over."""
+        return self._lease_contact.steady and self._entry_contact.steady
+
     async def tick(self) -> None:
         """Both inputs, once. Raises StoreUnavailable, BusUnavailable, BusMisconfigured."""
         await self.reap_leases()

@@ -12,7 +12,7 @@ from agentrun.manifests.agentrun import (
     StoreSecrets,
 )
 from agentrun.manifests.base import API_VERSION, KeysSecretRef, NamedRef, SecretRef
-from agentrun.manifests.crontask import AgentRunRef, CronTask, CronTaskMetadata, CronTaskSpec
+from agentrun.manifests.crontask import AgentRunRef, CatchUpSpec, CronTask, CronTaskMetadata, CronTaskSpec, SessionSpec
 from agentrun.manifests.execution import (
     FollowUpsSpec,
     ReaperSpec,
@@ -21,7 +21,7 @@ from agentrun.manifests.execution import (
     SubmissionSpec,
     WorkersSpec,
 )
-from agentrun.manifests.loading import agent_run_of, cron_task_of, load, load_one, parse
+from agentrun.manifests.loading import Manifests, agent_run_of, cron_task_of, load, load_all, load_one, parse, parse_all
 from agentrun.manifests.pods import NetworkPolicy, PodTemplate, Resources, Service
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "AgentRunSpec",
     "AgentSpec",
     "AuthSpec",
+    "CatchUpSpec",
     "CronTask",
     "CronTaskMetadata",
     "CronTaskSpec",
@@ -38,6 +39,7 @@ __all__ = [
     "FollowUpsSpec",
     "GatewaySpec",
     "KeysSecretRef",
+    "Manifests",
     "Metadata",
     "NamedRef",
     "NetworkPolicy",
@@ -48,6 +50,7 @@ __all__ = [
     "ScalingSpec",
     "SecretRef",
     "Service",
+    "SessionSpec",
     "StoreSecrets",
     "StreamingSpec",
     "SubmissionSpec",
@@ -55,6 +58,8 @@ __all__ = [
     "agent_run_of",
     "cron_task_of",
     "load",
+    "load_all",
     "load_one",
     "parse",
+    "parse_all",
 ]

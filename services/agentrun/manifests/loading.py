@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -34,11 +35,24 @@ _SERVER_WRITTEN = frozenset(
 Manifest = TypeVar("Manifest", AgentRun, CronTask)
 
 
+@dataclass(frozen=True, slots=True)
+class Manifests:
+    """What a file holds, each in its order."""
+
+    agent_runs: list[AgentRun]
+    cron_tasks: list[CronTask]
+
+
 def load(path: Path) -> list[AgentRun]:
-    """All AgentRuns of a YAML or JSON file, in its order.
+    """All AgentRuns of a YAML or JSON file, in its order; its CronTasks are checked and left out.
 
     Raises ManifestError, whose message is one line: file, field in camelCase, what is wrong, what to do.
     """
+    return _agent_runs(load_all(path), str(path))
+
+
+def load_all(path: Path) -> Manifests:
+    """All that a YAML or JSON file holds. Raises ManifestError."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -47,7 +61,7 @@ def load(path: Path) -> list[AgentRun]:
         raise ManifestError(f"{path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     except OSError as error:
         raise ManifestError(f"{path}: {_one_line(error.strerror or str(error))}; name a file that can be read") from None
-    return parse(text, source=str(path))
+    return parse_all(text, source=str(path))
 
 
 def load_one(path: Path) -> AgentRun:
@@ -60,13 +74,25 @@ def load_one(path: Path) -> AgentRun:
 
 def parse(text: str, *, source: str) -> list[AgentRun]:
     """All AgentRuns of a YAML text; `source` is how messages name it. Raises ManifestError."""
+    return _agent_runs(parse_all(text, source=source), source)
+
+
+def _agent_runs(found: Manifests, source: str) -> list[AgentRun]:
+    if not found.agent_runs:
+        raise ManifestError(f"{source}: holds CronTasks only; name the file with the AgentRun too")
+    return found.agent_runs
+
+
+def parse_all(text: str, *, source: str) -> Manifests:
+    """All that a YAML text holds. Raises ManifestError."""
     documents = _documents(text, source)
     if not documents:
         raise ManifestError(f"{source}: the file is empty; write an AgentRun (apiVersion, kind, metadata, spec)")
     many = len(documents) > 1
-    return [
-        _agent_run(document, f"{source} (document {number})" if many else source) for number, document in enumerate(documents, 1)
+    found = [
+        _manifest(document, f"{source} (document {number})" if many else source) for number, document in enumerate(documents, 1)
     ]
+    return Manifests([one for one in found if isinstance(one, AgentRun)], [one for one in found if isinstance(one, CronTask)])
 
 
 class _Loader(yaml.SafeLoader):
@@ -109,14 +135,12 @@ def cron_task_of(found: Mapping[str, Any]) -> CronTask:
     return _validated(CronTask, found, "")
 
 
-def _agent_run(document: Any, source: str) -> AgentRun:
+def _manifest(document: Any, source: str) -> AgentRun | CronTask:
     if not isinstance(document, dict):
         raise ManifestError(f"{source}: holds {_kind_of(document)}; write an AgentRun (apiVersion, kind, metadata, spec)")
     kind = document.get("kind")
     if kind == "CronTask":
-        raise ManifestError(
-            f"{source}: kind: CronTask is kept by the operator only, and this version does not fire schedules; remove the document"
-        )
+        return _validated(CronTask, document, f"{source}: ")
     if kind != "AgentRun":
         raise ManifestError(f"{source}: kind: {_show(kind)} is not known; write kind: AgentRun")
     return _validated(AgentRun, document, f"{source}: ")

@@ -19,8 +19,8 @@ what is *required in Kubernetes* may be left out in `dev`, which brings its own 
 ABOUT: dict[type[BaseModel], str] = {
     AgentRun: "A deployment of an agent: `kubectl get arun`. Its status and conditions are written by the operator.",
     CronTask: (
-        "A schedule on which an agent is to be run: `kubectl get ctask`. The operator keeps it; **this version does not fire schedules"
-        " yet**, and says so in the object's condition. `dev` and the processes refuse it."
+        "A schedule on which an agent is run: `kubectl get ctask`. The operator keeps it, the AgentRun's scheduler fires it; `dev` does"
+        " both. [schedules.md](schedules.md) explains slots, outcomes and changes of the clocks."
     ),
 }
 MARKS = {"only": " *Kubernetes only.*", "required": " *Required in Kubernetes.*"}

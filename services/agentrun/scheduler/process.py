@@ -1,4 +1,4 @@
-"""The scheduler: looks after stuck and forgotten work. Any number of them may run; constraints decide."""
+"""The scheduler: fires CronTasks and looks after stuck and forgotten work. Any number of them may run; constraints decide."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ import structlog
 
 from agentrun import health
 from agentrun.bus.connection import connect
+from agentrun.bus.control import Control
 from agentrun.bus.events import EventStream
 from agentrun.bus.keys import Keys
 from agentrun.bus.runs import WorkStream
@@ -20,9 +21,12 @@ from agentrun.maintenance.supervise import Supervisor
 from agentrun.maintenance.sweep import Sweep
 from agentrun.maintenance.tidying import Tidying
 from agentrun.manifests import AgentRun
+from agentrun.scheduler.announcing import BusAnnouncer
+from agentrun.scheduler.loop import Firing
 from agentrun.settings import Settings
 from agentrun.store.pool import Pool, create_pool
 
+SLOT_SECONDS = 1.0
 SWEEP_SECONDS = 1.0
 TIDY_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
@@ -54,6 +58,14 @@ async def run(settings: Settings, manifest: AgentRun, *, stop: asyncio.Event | N
                     pool, stream, events, consumer=f"reaper-{settings.pod_name}-{secrets.token_hex(4)}", limits=_limits(manifest)
                 )
                 maintain(supervisor, reaper, Sweep(pool, redis, stream, idle_seconds=_limits(manifest).idle_seconds), stream)
+                firing = Firing(
+                    pool,
+                    BusAnnouncer(stream, events, Control(redis, keys)),
+                    namespace=settings.namespace,
+                    name=settings.name,
+                    suspended=manifest.spec.suspend,
+                )
+                supervisor.every("slots", SLOT_SECONDS, firing.tick)
                 await stop.wait()
                 await supervisor.stop()
                 await stream.aclose()

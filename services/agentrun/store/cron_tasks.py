@@ -1,18 +1,25 @@
-"""The schedules of an AgentRun, as the cluster's CronTasks say it. Written by the operator, read by the scheduler."""
+"""The schedules of an AgentRun, as the cluster's CronTasks say it. Written by the operator (or `dev`), read by the scheduler.
+
+The row of a CronTask is also what schedulers lock to decide its slots, and where they note how far they are.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from uuid import UUID
 
+from agentrun.domain.slots import SlotOutcome
 from agentrun.store.pool import Connection, Executor, unavailable
+
+ACTIVE_SHOWN = 20
+"""How many unfinished runs of a CronTask `states` names."""
+HOLD_SECONDS = 10
+"""How long a scheduler that hangs in a transaction may hold a CronTask: Postgres ends its session then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One generation of a CronTask. `spec` is JSON: the CronTask's spec and its `name`. Slots before `slots_from` are the
-    generation's before it, or nobody's.
-    """
+    """One generation of a CronTask. `spec` is JSON: the CronTask's spec and its `name`. Slots up to `slots_from` are not its own."""
 
     uid: UUID
     generation: int
@@ -28,11 +35,47 @@ class Stored:
     deleted_at: datetime | None
 
 
+@dataclass(frozen=True, slots=True)
+class Locked:
+    """A schedule whose row this transaction holds. No slot up to `decided_through` is to be decided; `now` is Postgres' clock."""
+
+    schedule: Schedule
+    decided_through: datetime | None
+    now: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class TaskState:
+    """What has come of a CronTask.
+
+    `next_slot` is None as long as no scheduler has looked at this generation. `last_success` is the end of the newest slot's run
+    that succeeded. `active` are unfinished runs, oldest first, at most ACTIVE_SHOWN.
+    """
+
+    uid: UUID
+    generation: int
+    next_slot: datetime | None
+    last_slot: datetime | None
+    last_outcome: SlotOutcome | None
+    last_success: datetime | None
+    active: tuple[UUID, ...]
+
+
+# Deletions first: they wait for a scheduler that is just deciding, so that what it decided is seen by the statement after this one.
+_DELETE = "UPDATE cron_tasks SET deleted_at = now() WHERE deleted_at IS NULL AND NOT uid = ANY ($1)"
+
 _UPSERT = """
 INSERT INTO cron_tasks AS known (uid, generation, spec, slots_from)
-SELECT * FROM unnest($1::uuid[], $2::bigint[], $3::jsonb[], $4::timestamptz[]) AS new (uid, generation, spec, slots_from) ORDER BY uid
+SELECT new.uid, new.generation, new.spec, greatest(least(new.slots_from, now()), (
+    SELECT max(p.decided_through) FROM cron_tasks p WHERE p.spec ->> 'name' = new.spec ->> 'name' AND p.uid <> new.uid))
+FROM unnest($1::uuid[], $2::bigint[], $3::jsonb[], $4::timestamptz[]) AS new (uid, generation, spec, slots_from) ORDER BY new.uid
 ON CONFLICT (uid) DO UPDATE SET
-    slots_from = CASE WHEN known.generation < excluded.generation THEN excluded.slots_from ELSE known.slots_from END,
+    slots_from = CASE WHEN known.generation < excluded.generation AND (
+            known.deleted_at IS NOT NULL
+            OR known.spec -> 'schedule' IS DISTINCT FROM excluded.spec -> 'schedule'
+            OR known.spec -> 'timeZone' IS DISTINCT FROM excluded.spec -> 'timeZone'
+            OR known.spec -> 'suspend' IS DISTINCT FROM excluded.spec -> 'suspend')
+        THEN excluded.slots_from ELSE known.slots_from END,
     generation = excluded.generation,
     spec = excluded.spec,
     deleted_at = NULL
@@ -40,9 +83,8 @@ WHERE known.generation < excluded.generation
    OR (known.generation = excluded.generation AND known.deleted_at IS NOT NULL)
 """
 # An older generation never replaces a newer one, so a writer that is late changes nothing. One that was marked as deleted and is there
-# after all goes on from its own slots_from.
-
-_DELETE = "UPDATE cron_tasks SET deleted_at = now() WHERE deleted_at IS NULL AND NOT uid = ANY ($1)"
+# after all goes on from its own slots_from. An edit that leaves the times as they are drops none of them. A CronTask made anew under
+# the same name does not decide again what its predecessor decided. Nobody's clock but Postgres' puts slots off.
 
 
 async def replace(conn: Connection, schedules: Sequence[Schedule], *, keep: Collection[UUID] = ()) -> None:
@@ -52,6 +94,7 @@ async def replace(conn: Connection, schedules: Sequence[Schedule], *, keep: Coll
     """
     with unavailable():
         async with conn.transaction():
+            await conn.execute(_DELETE, [*(one.uid for one in schedules), *keep])
             if schedules:
                 await conn.execute(
                     _UPSERT,
@@ -60,7 +103,6 @@ async def replace(conn: Connection, schedules: Sequence[Schedule], *, keep: Coll
                     [one.spec for one in schedules],
                     [one.slots_from for one in schedules],
                 )
-            await conn.execute(_DELETE, [*(one.uid for one in schedules), *keep])
 
 
 async def all_of(conn: Executor) -> list[Stored]:
@@ -74,3 +116,66 @@ async def count_live(conn: Executor) -> int:
     """How many schedules are not deleted. Raises StoreUnavailable."""
     with unavailable():
         return int(await conn.fetchval("SELECT count(*) FROM cron_tasks WHERE deleted_at IS NULL"))
+
+
+async def due(conn: Executor, *, ahead: timedelta, whatever: bool = False) -> list[UUID]:
+    """The schedules with something to decide `ahead` of now, by their next slot; `whatever`: all of them. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT uid FROM cron_tasks WHERE deleted_at IS NULL
+               AND ($2 OR next_slot <= now() + $1 OR decided_generation IS DISTINCT FROM generation)
+               ORDER BY next_slot NULLS FIRST, uid""",
+            ahead,
+            whatever,
+        )
+    return [row["uid"] for row in rows]
+
+
+async def lock(conn: Connection, uid: UUID) -> Locked | None:
+    """Takes the row of a schedule until the transaction ends. None: it is deleted, or another scheduler has it and does the work.
+
+    Raises StoreUnavailable.
+    """
+    with unavailable():
+        await conn.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{HOLD_SECONDS}s'")
+        row = await conn.fetchrow(
+            """SELECT uid, generation, spec, slots_from, decided_through, now() FROM cron_tasks
+               WHERE uid = $1 AND deleted_at IS NULL FOR NO KEY UPDATE SKIP LOCKED""",
+            uid,
+        )
+    return Locked(Schedule(*row[:4]), row[4], row[5]) if row else None
+
+
+async def note(conn: Executor, locked: Locked, *, decided_through: datetime | None, next_slot: datetime | None) -> None:
+    """Notes how far a locked schedule is decided, and when there is something to decide again. Raises StoreUnavailable."""
+    with unavailable():
+        await conn.execute(
+            """UPDATE cron_tasks SET decided_through = greatest(decided_through, $3), decided_generation = $2, next_slot = $4
+               WHERE uid = $1 AND (decided_through < $3 OR (decided_through IS NULL AND $3::timestamptz IS NOT NULL)
+                                   OR decided_generation IS DISTINCT FROM $2 OR next_slot IS DISTINCT FROM $4)""",
+            locked.schedule.uid,
+            locked.schedule.generation,
+            decided_through,
+            next_slot,
+        )
+
+
+async def states(conn: Executor) -> list[TaskState]:
+    """What has come of each schedule that is not deleted. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT t.uid, t.generation, CASE WHEN t.decided_generation = t.generation THEN t.next_slot END, l.slot, l.outcome,
+                      (SELECT r.finished_at FROM slots s JOIN runs r ON r.id = s.run_id
+                       WHERE s.task = t.uid AND r.status = 'succeeded' ORDER BY s.slot DESC LIMIT 1),
+                      ARRAY (SELECT a.id FROM runs a WHERE a.cron_task = t.uid AND a.status IN ('pending', 'running')
+                             ORDER BY a.id LIMIT $1)
+               FROM cron_tasks t
+               LEFT JOIN LATERAL (
+                   SELECT s.slot, CASE WHEN r.status = 'failed' THEN 'failed' ELSE s.outcome END AS outcome
+                   FROM slots s LEFT JOIN runs r ON r.id = s.run_id WHERE s.task = t.uid ORDER BY s.slot DESC LIMIT 1) l ON true
+               WHERE t.deleted_at IS NULL""",
+            ACTIVE_SHOWN,
+        )
+    return [
+        TaskState(row[0], row[1], row[2], row[3], SlotOutcome(row[4]) if row[4] else None, row[5], tuple(row[6])) for row in rows
+    ]

@@ -54,13 +54,13 @@ class Failure:
 
 
 class Ending:
-    """The end of one attempt; exactly one of its methods is called."""
+    """The end of one attempt; exactly one of its methods is called. `take_entry` gives the entry that is to be acknowledged then, once."""
 
-    def __init__(self, writer: Writer, run_log: RunLog, claimed: Claimed, entry_id: str, retries: Retries) -> None:
+    def __init__(self, writer: Writer, run_log: RunLog, claimed: Claimed, take_entry: Callable[[], str], retries: Retries) -> None:
         self._writer = writer
         self._log = run_log
         self._claimed = claimed
-        self._entry_id = entry_id
+        self._take_entry = take_entry
         self._retries = retries
 
     async def succeed(self, result: Result) -> None:
@@ -187,4 +187,4 @@ class Ending:
         self._after(events=taken.events, again=retry_after == 0)
 
     def _after(self, *, events: Sequence[Event] = (), publish: UUID | None = None, again: bool = False) -> None:
-        self._writer.after(Aftermath(self._claimed.run_id, self._entry_id, events, publish, again))
+        self._writer.after(Aftermath(self._claimed.run_id, self._take_entry(), events, publish, again))

@@ -20,7 +20,7 @@ import redis.asyncio
 
 from agentrun.bus import connection
 from agentrun.bus.keys import Keys
-from agentrun.bus.runs import WorkStream
+from agentrun.bus.runs import Held, WorkStream
 from agentrun.store import pool, transitions
 from agentrun.store.transitions import AttemptRef, Renewal
 from agentrun.telemetry import LEASE_RENEWALS
@@ -42,6 +42,14 @@ class Stores(Protocol):
 
     async def refresh(self, entry_ids: Sequence[str]) -> None:
         """Keeps the entries from being reclaimed. Raises BusUnavailable."""
+        ...
+
+    async def keep(self, held: Sequence[Held]) -> Sequence[str | None]:
+        """The same for runs at work, whose lost entries are put back; answers their entries now. Raises BusUnavailable."""
+        ...
+
+    async def acknowledge(self, held: Sequence[Held]) -> None:
+        """Takes entries away. Raises BusUnavailable."""
         ...
 
     async def close(self) -> None:
@@ -74,10 +82,21 @@ class LeaseStores:
 
     async def refresh(self, entry_ids: Sequence[str]) -> None:
         """Refreshes in Redis."""
+        await (await self._stream()).refresh(self._consumer, entry_ids)
+
+    async def keep(self, held: Sequence[Held]) -> Sequence[str | None]:
+        """Refreshes in Redis, and puts back."""
+        return await (await self._stream()).keep(self._consumer, held)
+
+    async def acknowledge(self, held: Sequence[Held]) -> None:
+        """Acknowledges in Redis."""
+        await (await self._stream()).acknowledge(held)
+
+    async def _stream(self) -> WorkStream:
         if self._work is None:
             self._redis = await connection.connect(self._redis_url)
             self._work = WorkStream(self._redis, self._keys)
-        await self._work.refresh(self._consumer, entry_ids)
+        return self._work
 
     async def close(self) -> None:
         """Closes both."""
@@ -256,9 +275,21 @@ class LeaseKeeper:
 
     async def _refresh(self, stores: Stores) -> None:
         with self._lock:
-            entries = [*self._entries, *(lease.entry_id for lease in self._leases.values())]
+            entries = [*self._entries]
         if entries:
             await stores.refresh(entries)
+        # In doubt, somebody else may have the run: nothing is put back for it.
+        kept = [(lease, entry) for lease in self._held() if not lease.in_doubt and (entry := lease.entry_id) is not None]
+        if not kept:
+            return
+        found = await stores.keep([Held(lease.ref.run_id, entry) for lease, entry in kept])
+        late = [
+            Held(lease.ref.run_id, now)
+            for (lease, before), now in zip(kept, found, strict=True)
+            if now not in (None, before) and not lease.entry_put_back(now)
+        ]
+        if late:
+            await stores.acknowledge(late)
 
     async def _watch(self) -> None:
         """Ends the process when the worker's loop has been blocked past an attempt's last moment."""

@@ -194,7 +194,7 @@ class Worker:
             reading.cancel()
             stopping.cancel()
             for one, lease in waiting.values():
-                self._keep(self._ending(one, self._log(one, lease)).hand_back, lease)
+                self._keep(self._ending(one, self._log(one, lease), lease).hand_back, lease)
             waiting.clear()
 
     async def _open(self, waiting: dict[UUID, tuple[Taken, Lease]]) -> None:
@@ -213,7 +213,7 @@ class Worker:
             failure = Failure(
                 "unreadable", f"the run's inputs, history or checkpoint cannot be read: {type(error).__name__}: {error}"
             )
-            ending = self._ending(one, self._log(one, lease))
+            ending = self._ending(one, self._log(one, lease), lease)
             self._keep(lambda: ending.fail(failure), lease)
 
         group = [one.claimed for one, _ in waiting.values()]
@@ -234,13 +234,13 @@ class Worker:
         claimed = one.claimed
         return RunLog(self._writer, lease.ref, top=claimed.top, reserved=claimed.seq_reserved, limits=self._limits.flush)
 
-    def _ending(self, one: Taken, run_log: RunLog) -> Ending:
-        return Ending(self._writer, run_log, one.claimed, one.entry_id, self._limits.retries)
+    def _ending(self, one: Taken, run_log: RunLog, lease: Lease) -> Ending:
+        return Ending(self._writer, run_log, one.claimed, lease.take_entry, self._limits.retries)
 
     def _start(self, one: Taken, lease: Lease, given: Opening) -> None:
         claimed, run_log = one.claimed, self._log(one, lease)
         run = RunInfo(claimed.run_id, claimed.session_id, claimed.agent, claimed.user_id, claimed.epoch)
-        attempt = Attempt(self._executor, run, given, run_log, lease, self._ending(one, run_log))
+        attempt = Attempt(self._executor, run, given, run_log, lease, self._ending(one, run_log, lease))
         self._attempts[lease.ref] = attempt
         if self._hand_back.is_set():
             attempt.ask(End.HANDED_BACK)

@@ -106,9 +106,9 @@ async def _apply(conn: Executor, owner: str | None, say: Callable[[str], None]) 
                 " a migration must not change once applied: restore the file"
             )
     newest = max(applied, default=0)
+    await _own(conn, owner, fresh=not applied)
     if newest > LATEST:
         return 0  # a newer version has been here: nothing to do, and nothing to take back
-    await _own(conn, owner, fresh=not applied)
     steps = [migration for migration in MIGRATIONS if migration.version not in applied]
     for migration in steps:
         await _step(conn, migration.sql, migration.version, migration.name, migration.checksum)

@@ -1,0 +1,182 @@
+"""Fires CronTasks: for each due task one transaction that decides its slots and stores their runs.
+
+Nobody leads and no lock outlives a transaction, so any number of schedulers may run. Whoever gets the task's row decides; the slot's
+row and the run's key, made of the scheduled minute, are conflicts for everybody else. Postgres' clock says what is due. A crash before
+the commit leaves nothing, one after it leaves runs that the sweep publishes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Protocol
+from uuid import UUID
+
+import asyncpg
+import msgspec
+import structlog
+
+from agentrun import failpoints
+from agentrun.domain import idempotency, slots
+from agentrun.domain.errors import AgentrunError
+from agentrun.domain.slots import STARTED
+from agentrun.domain.states import RunStatus
+from agentrun.scheduler import tasks
+from agentrun.scheduler.decision import Concurrency, decide
+from agentrun.scheduler.tasks import Task
+from agentrun.store import cron_tasks, transitions
+from agentrun.store import slots as table
+from agentrun.store.cron_tasks import Locked
+from agentrun.store.ids import new_id
+from agentrun.store.pool import Connection, Pool, unavailable
+from agentrun.store.slots import Slot, Started
+from agentrun.store.transitions import Reason, Submission, TakenOver, TakeOver
+from agentrun.telemetry import RUNS_FINISHED, SLOT_DELAY, SLOTS, TAKEOVERS
+
+_REFUSED = (asyncpg.PostgresError, asyncpg.InterfaceError)
+"""What `unavailable` lets through: errors about values."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What was committed and Redis does not know: runs that can be worked on, and runs that were cancelled."""
+
+    heads: list[UUID] = field(default_factory=list)
+    cancelled: list[TakenOver] = field(default_factory=list)
+
+
+class Announcer(Protocol):
+    """Tells Redis. What it cannot tell, it drops: the sweep finds the runs."""
+
+    async def send(self, news: News) -> None: ...
+
+
+class Firing:
+    """The schedules of one AgentRun."""
+
+    def __init__(
+        self, pool: Pool, announcer: Announcer, *, namespace: str, name: str, suspended: bool, ahead: timedelta = timedelta()
+    ) -> None:
+        """`suspended`: the AgentRun's own spec.suspend. `ahead` sets this scheduler's idea of now off from Postgres'."""
+        self._pool = pool
+        self._announcer = announcer
+        self._namespace = namespace
+        self._agent = f"{namespace}/{name}"
+        self._suspended = suspended
+        self._ahead = ahead
+        self._begun = False
+        self._broken: set[UUID] = set()
+        self._last: UUID | None = None
+
+    async def tick(self) -> None:
+        """Decides what is due; at the first time, looks at every task. Raises StoreUnavailable."""
+        found = await cron_tasks.due(self._pool, ahead=self._ahead, whatever=not self._begun)
+        for uid in sorted(found, key=lambda uid: uid == self._last):
+            self._last = uid  # if Postgres fails at this one, it is the last one next time: it may be its own fault
+            news = await self._try(uid)
+            if news is not None and (news.heads or news.cancelled):
+                await self._announcer.send(news)
+        self._begun, self._last = True, None
+
+    async def _try(self, uid: UUID) -> News | None:
+        """One task; a fault of its own does not hold up the others."""
+        try:
+            return await self._fire(uid)
+        except AgentrunError:
+            raise
+        except Exception as error:
+            if uid not in self._broken:
+                _log.exception("a schedule cannot be followed", cron_task=str(uid), error=str(error))
+            self._broken.add(uid)
+            return None
+
+    async def _fire(self, uid: UUID) -> News:
+        news = News()
+        with unavailable():
+            async with self._pool.acquire() as conn, conn.transaction():
+                locked = await cron_tasks.lock(conn, uid)
+                if locked is None:
+                    return news
+                await failpoints.hit("scheduler.slots.locked")
+                decided = await self._decide(conn, locked, news)
+                await failpoints.hit("scheduler.slots.stored")
+        await failpoints.hit("scheduler.slots.committed")
+        self._broken.discard(uid)
+        now = locked.now + self._ahead
+        for one in decided:
+            SLOTS.labels(one.outcome.value).inc()
+            if one.outcome in STARTED:
+                SLOT_DELAY.observe(max((now - one.slot).total_seconds(), 0.0))
+        if news.cancelled:
+            TAKEOVERS.labels(Reason.CANCELLED.value).inc(len(news.cancelled))
+            RUNS_FINISHED.labels(RunStatus.CANCELLED.value).inc(len(news.cancelled))
+        return news
+
+    async def _decide(self, conn: Connection, locked: Locked, news: News) -> list[Slot]:
+        """Everything of the transaction: slots, runs, and how far the task is decided."""
+        uid, now = locked.schedule.uid, locked.now + self._ahead
+        task = tasks.read(locked.schedule.spec)
+        when = task.when(namespace=self._namespace)
+        after = max(filter(None, (locked.schedule.slots_from, locked.decided_through)))
+        active = [] if task.concurrency_policy is Concurrency.ALLOW else await table.unfinished(conn, uid)
+        decided = decide(when, task.rules, after=after, now=now, suspended=self._suspended or task.suspend, busy=bool(active))
+        newest = max((one.slot for one in decided), default=None)
+        if decided:
+            new = await table.record(conn, uid, decided)
+            decided = [one for one in decided if one.slot in new]
+            starting = [one.slot for one in decided if one.outcome in STARTED]
+            if starting:
+                if task.concurrency_policy is Concurrency.REPLACE and active:
+                    news.cancelled.extend(await _cancel(conn, active))
+                if refusal := await self._start(conn, uid, task, starting, news):
+                    decided = [Slot(one.slot, slots.SlotOutcome.FAILED) if one.slot in starting else one for one in decided]
+                    await table.fail(conn, uid, starting, refusal)
+            await table.prune(conn, uid, keep=task.history_limit)
+        await cron_tasks.note(conn, locked, decided_through=newest, next_slot=when.next(max(now, after)))
+        return decided
+
+    async def _start(self, conn: Connection, uid: UUID, task: Task, starting: Sequence[datetime], news: News) -> str | None:
+        """Stores the runs of slots, all or none. Why they cannot be stored, None if they are."""
+        group = [self._submission(uid, task, slot) for slot in starting]
+        try:
+            async with conn.transaction():
+                found = await transitions.submit(conn, group)
+                started = [
+                    Started(slot, run.run_id, _not_before(uid, task, slot)) for slot, run in zip(starting, found, strict=True)
+                ]
+                await table.link(conn, uid, started)
+        except _REFUSED as error:
+            _log.error("a scheduled run cannot be stored", cron_task=task.name, slots=len(starting), error=str(error))
+            return f"the run could not be stored: {error}"
+        news.heads.extend(run.run_id for run, one in zip(found, started, strict=True) if run.is_head and one.not_before is None)
+        return None
+
+    def _submission(self, uid: UUID, task: Task, slot: datetime) -> Submission:
+        text = slots.fill(task.input, task=task.name, slot=slot)
+        body = idempotency.canonical({"input": text})
+        session = task.fixed_session or slots.slot_session(task.name, slot)
+        return Submission(
+            run_id=new_id(),
+            session_id=new_id(),
+            input_id=new_id(),
+            agent=self._agent,
+            user_id=slots.user(task.name),
+            external_id=session,
+            session_given=session,
+            idempotency_key=slots.run_key(uid, slot),
+            client_key=None,
+            body_hash=idempotency.body_hash(body),
+            body=body.decode(),
+            content=msgspec.json.encode(text).decode(),
+        )
+
+
+def _not_before(uid: UUID, task: Task, slot: datetime) -> datetime | None:
+    wait = slots.jitter(uid, slot, most=task.jitter_seconds)
+    return slot + wait if wait else None
+
+
+async def _cancel(conn: Connection, active: Sequence[UUID]) -> list[TakenOver]:
+    taken = await transitions.take_over(conn, [TakeOver(run_id, Reason.CANCELLED) for run_id in active])
+    return [one for one in taken if one.ok]
