@@ -4,6 +4,9 @@ Each write is one that may be repeated, so a crash between any two is mended by 
 wish nor the object has changed since it was made last. The memory of that is this process' own: after a start everything is applied once,
 which changes nothing where nothing is to be changed.
 
+An object that was not seen is made as a new one or not at all, and one that was seen is changed only while it is that one: what somebody
+else made under our name in between is never touched.
+
 A worker Deployment is made in three steps, so that no pod starts at the default of one replica:
   1. the scaler's manager applies all of it with the first number of replicas, marked with the annotation CREATING;
   2. the operator's manager applies all of it without replicas, and so owns the rest too;
@@ -11,7 +14,7 @@ A worker Deployment is made in three steps, so that no pod starts at the default
 While the mark is there, steps 2 and 3 are due.
 """
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -19,7 +22,7 @@ import structlog
 
 from agentrun import failpoints
 from agentrun.domain.errors import AgentrunError
-from agentrun_operator.cache import ObjectCache
+from agentrun_operator.cache import ObjectCache, version_of
 from agentrun_operator.conditions import stamp
 from agentrun_operator.digests import digest
 from agentrun_operator.drift import drifted
@@ -28,11 +31,11 @@ from agentrun_operator.kube import Kube
 from agentrun_operator.kube_errors import Conflict, Forbidden, Invalid, KubeError, NotFound
 from agentrun_operator.plan import Apply, Event, Plan
 from agentrun_operator.render.labels import CREATING
-from agentrun_operator.resources import AGENTRUNS, EVENTS, Key, Ref
+from agentrun_operator.resources import AGENTRUNS, DEPLOYMENTS, EVENTS, Key, Ref
+from agentrun_operator.status_write import write_status
 
 OPERATOR = "agentrun-operator"
 SCALER = "agentrun-scaler"
-STATUS = "agentrun-status"
 
 _log = structlog.get_logger(__name__)
 
@@ -43,6 +46,14 @@ class ObjectRefused(AgentrunError):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(f"the API server refused {refusal.ref}: {refusal.message}")
         self.refusal = refusal
+
+
+class NameTaken(AgentrunError):
+    """Under this name there is something else than was seen, or nothing any more: look again."""
+
+    def __init__(self, ref: Ref) -> None:
+        super().__init__(f"{ref} was made or replaced by somebody else")
+        self.ref = ref
 
 
 class Memory:
@@ -85,39 +96,60 @@ def fingerprint(live: Object, body: Mapping[str, Any]) -> str:
     return digest([metadata.get("uid"), *(metadata.get(name) for name in ("labels", "annotations", "ownerReferences")), content])
 
 
-async def execute(plan: Plan, observed: Observed, *, kube: Kube, cache: ObjectCache, memory: Memory, now: datetime) -> None:
-    """Does it. Raises ObjectRefused, and KubeError for what may be tried again."""
+async def execute(plan: Plan, observed: Observed, *, kube: Kube, cache: ObjectCache, memory: Memory, now: datetime) -> bool:
+    """Does it; whether a Deployment was changed. Raises ObjectRefused, NameTaken, and KubeError for what may be tried again."""
     await failpoints.hit("operator.apply.before")
+    changed = False
     for delete in plan.deletes:
         await _delete(kube, delete.ref, delete.uid)
     for apply in plan.applies:
         if apply.first_replicas is None and memory.knows(observed.key, apply):
             continue
         try:
-            live = await _apply(kube, apply)
+            with cache.writing(observed.key, apply.ref) as writing:
+                async for answer in _apply(kube, apply):
+                    writing.answers.append(answer)
+            live = writing.answers[-1]
         except (Invalid, Forbidden) as error:
             if error.status == 403 and "being terminated" in str(error):
-                return  # the namespace goes, and everything with it
+                return False  # the namespace goes, and everything with it
             raise ObjectRefused(Refusal(apply.ref, _said(error))) from error
-        cache.put(apply.ref.resource, live)
+        except Conflict as error:
+            raise NameTaken(apply.ref) from error
         memory.note(observed.key, apply, live)
+        changed = changed or (
+            apply.ref.resource == DEPLOYMENTS and (apply.live is None or version_of(apply.live) != version_of(live))
+        )
         await failpoints.hit("operator.apply.between")
     await failpoints.hit("operator.status.before")
     await _write_status(kube, cache, plan, observed)
     for event in plan.events:
         await tell(kube, observed, event, now)
+    return changed
 
 
-async def _apply(kube: Kube, apply: Apply) -> dict[str, Any]:
+async def _apply(kube: Kube, apply: Apply) -> AsyncIterator[dict[str, Any]]:
+    """The answers to the writes that one object takes."""
+    uid = apply.live["metadata"]["uid"] if apply.live is not None else None
     if apply.first_replicas is None:
-        return await kube.apply(apply.ref, dict(apply.body), manager=OPERATOR)
-    if apply.live is None:
-        await kube.apply(apply.ref, _beginning(apply.body, apply.first_replicas), manager=SCALER)
+        yield await _put(kube, apply.ref, apply.body, uid, manager=OPERATOR)
+        return
+    if uid is None:
+        begun = await _put(kube, apply.ref, _beginning(apply.body, apply.first_replicas), None, manager=SCALER)
+        yield begun
+        uid = begun["metadata"]["uid"]
         await failpoints.hit("operator.apply.between")
-    made = await kube.apply(apply.ref, dict(apply.body), manager=OPERATOR)
+    made = await _put(kube, apply.ref, apply.body, uid, manager=OPERATOR)
+    yield made
     await failpoints.hit("operator.apply.between")
-    replicas = {"metadata": {"uid": made["metadata"]["uid"]}, "spec": {"replicas": made["spec"]["replicas"]}}
-    return await kube.apply(apply.ref, replicas, manager=SCALER)
+    yield await _put(kube, apply.ref, {"spec": {"replicas": made["spec"]["replicas"]}}, uid, manager=SCALER)
+
+
+async def _put(kube: Kube, ref: Ref, body: Mapping[str, Any], uid: str | None, *, manager: str) -> dict[str, Any]:
+    """Changes the object with this uid, or makes one where there is none. Raises Conflict if there is another one, or none."""
+    if uid is None:
+        return await kube.apply(ref, dict(body), manager=manager, only_new=True)
+    return await kube.apply(ref, {**body, "metadata": {**body.get("metadata", {}), "uid": uid}}, manager=manager)
 
 
 def _beginning(body: Mapping[str, Any], replicas: int) -> dict[str, Any]:
@@ -138,13 +170,12 @@ async def _delete(kube: Kube, ref: Ref, uid: str) -> None:
 
 
 async def _write_status(kube: Kube, cache: ObjectCache, plan: Plan, observed: Observed) -> None:
-    """With the uid, so that a successor of the same name does not get it."""
     if plan.status is None:
         return
     ref = Ref(AGENTRUNS, observed.key.namespace, observed.key.name)
-    body = {"metadata": {"uid": observed.uid}, "status": dict(plan.status)}
     try:
-        cache.put(AGENTRUNS, await kube.apply(ref, body, manager=STATUS, subresource="status"))
+        with cache.writing(observed.key, ref) as writing:
+            writing.answers.append(await write_status(kube, ref, observed.uid, plan.status))
     except NotFound:
         return  # deleted meanwhile
 

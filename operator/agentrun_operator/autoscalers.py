@@ -17,7 +17,6 @@ from agentrun_operator.resources import Ref, Resource
 HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
 AUTOSCALER_MANAGERS = frozenset({"kube-controller-manager", "keda", "keda-operator"})
 LIST_SECONDS = 60.0
-SOONEST_SECONDS = 2.0
 
 _log = structlog.get_logger(__name__)
 
@@ -31,7 +30,7 @@ def managers_of_replicas(deployment: Mapping[str, Any]) -> frozenset[str]:
 
 
 class Autoscalers:
-    """The autoscalers of the watched namespaces, listed about once a minute and sooner where there is a reason."""
+    """The autoscalers of the watched namespaces, listed about once a minute and at once where there is a reason."""
 
     def __init__(self, kube: Kube, namespaces: Sequence[str] = (), *, clock: Callable[[], float] = time.monotonic) -> None:
         """No namespaces: all of the cluster."""
@@ -53,18 +52,23 @@ class Autoscalers:
         return bool(self._allowed)
 
     async def check(self, ref: Ref, deployment: Mapping[str, Any]) -> str | None:
-        """The autoscaler of a Deployment that was just read, with its managedFields. Lists anew if they speak of one."""
+        """The autoscaler of a Deployment that was just read, with its managedFields. Lists anew if they speak of one.
+
+        A list from before the Deployment was read may lack the autoscaler. Checks at the same time share lists.
+        """
         suspects = managers_of_replicas(deployment) & AUTOSCALER_MANAGERS
         if suspects:
-            await self.refresh(not_older_than=SOONEST_SECONDS)
+            await self.refresh(not_older_than=0.0)
         if self.known:
             return self.of(ref)
         return min(suspects, default=None)
 
     async def refresh(self, *, not_older_than: float = LIST_SECONDS) -> None:
-        """Lists, if the last list is older than this. An API server that does not answer leaves the old list."""
+        """Lists, if the last list was begun longer ago than this, as of this call. Without an answer the old list stays."""
+        oldest = self._clock() - not_older_than
         async with self._lock:
-            if self._clock() - self._listed_at < not_older_than:
+            begun = self._clock()
+            if self._listed_at > oldest:
                 return
             try:
                 found = [
@@ -79,7 +83,7 @@ class Autoscalers:
                 return
             else:
                 self._found, self._allowed = dict(filter(None, map(_aim, found))), True
-            self._listed_at = self._clock()
+            self._listed_at = begun
 
 
 def _aim(item: Mapping[str, Any]) -> tuple[tuple[str, str], str] | None:

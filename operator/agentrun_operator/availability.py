@@ -5,11 +5,11 @@ Workers that start again from zero do not take Ready away: messages are taken an
 
 from collections.abc import Mapping
 
-from agentrun_operator.checks import Finding
-from agentrun_operator.conditions import Status, seconds_since
+from agentrun_operator.checks import Finding, no
+from agentrun_operator.conditions import Status, age, find, seconds_since
 from agentrun_operator.facts import Object, ScalingState
 from agentrun_operator.reasons import ConditionType, Reason
-from agentrun_operator.render.labels import DESIRED_DIGEST, TEMPLATE_DIGEST
+from agentrun_operator.render.labels import DESIRED_DIGEST, TEMPLATE_DIGEST, selector
 from agentrun_operator.render.names import SERVING, Component
 from agentrun_operator.situation import Situation
 
@@ -60,10 +60,15 @@ _SCALING: Mapping[ScalingState, Finding] = {
 
 def summary(situation: Situation, findings: Mapping[ConditionType, Finding], *, changing: frozenset[Component]) -> Finding:
     """Ready. `changing` are the Deployments that this reconcile changes or makes."""
+    failed = _roll_out_failed(situation, changing)
     for kind in _SUMMED:
         finding = findings[kind]
+        if failed is not None and kind is ConditionType.GATEWAY_AVAILABLE:
+            return failed
         if finding.true or (kind is ConditionType.WORKERS_AVAILABLE and _wakes(situation, finding)):
             continue
+        if kind is ConditionType.SCHEMA_READY and finding.reason is Reason.NOT_EVALUATED:
+            continue  # what it waits for says more
         return Finding(finding.status, finding.reason, finding.message)
     if (rolling := _rolling_out(situation, changing)) is not None:
         return rolling
@@ -89,7 +94,9 @@ def _available(situation: Situation, component: Component, kind: ConditionType, 
     deployment = situation.child(component)
     name = f"the {component}"
     if deployment is None and not gate_open:
-        return Finding(Status.UNKNOWN, Reason.NOT_EVALUATED, f"{name} is not made before Accepted and SchemaReady are True")
+        return Finding(
+            Status.UNKNOWN, Reason.NOT_EVALUATED, f"{name} is not made before Accepted, SchemaReady and QueueReady allow it"
+        )
     if deployment is not None and count(deployment, "availableReplicas") > 0:
         return Finding(Status.TRUE, Reason.AVAILABLE, f"{name} is up")
     old = situation.old_condition(kind)
@@ -100,8 +107,9 @@ def _available(situation: Situation, component: Component, kind: ConditionType, 
     if component is Component.GATEWAY and old is not None and old.get("status") == Status.TRUE:
         return failed
     left = STARTING_SECONDS
-    if old is not None and old.get("reason") == Reason.STARTING:
-        left -= seconds_since(old, situation.now)
+    if old is not None and old.get("reason") == Reason.STARTING and deployment is not None:
+        # Its status was Unknown before, too: for as long as something else stood in the way of making the Deployment.
+        left -= min(seconds_since(old, situation.now), age(deployment, situation.now))
     if left <= 0:
         return failed
     return Finding(Status.UNKNOWN, Reason.STARTING, f"{name} starts; if it takes long: {advice}", again=left + 1.0)
@@ -130,13 +138,47 @@ def _rolling_out(situation: Situation, changing: frozenset[Component]) -> Findin
     return None
 
 
+def _roll_out_failed(situation: Situation, changing: frozenset[Component]) -> Finding | None:
+    """The controller of Deployments has given up waiting for pods of the present template."""
+    for component in SERVING:
+        deployment = situation.child(component)
+        if deployment is None or component in changing:
+            continue
+        progress = find((deployment.get("status") or {}).get("conditions") or (), "Progressing")
+        if progress is None or progress.get("status") != Status.FALSE or progress.get("reason") != _GAVE_UP:
+            continue
+        if is_observed(deployment) or situation.was(ConditionType.READY, Reason.ROLL_OUT_FAILED):
+            said = str(progress.get("message") or _GAVE_UP).rstrip(".")
+            where = situation.observed.key
+            labels = ",".join(f"{name}={value}" for name, value in selector(where.name, component).items())
+            return no(
+                Reason.ROLL_OUT_FAILED,
+                f"the new pods of the {component} do not come up ({said}): see kubectl describe pods -n {where.namespace} -l {labels}; "
+                "correct what keeps them from it, or go back to the former spec",
+            )
+    return None
+
+
+_GAVE_UP = "ProgressDeadlineExceeded"
+
+
 def _settled(situation: Situation, component: Component, deployment: Object) -> bool:
     """The controller of Deployments has seen the present template, and only pods of it are left."""
-    if count(deployment, "observedGeneration") < int(deployment["metadata"].get("generation", 0)):
+    if not is_observed(deployment):
         return situation.was_ready()  # a moment; the scaler's changes are not to be seen as roll-outs
     pods, updated = count(deployment, "replicas"), count(deployment, "updatedReplicas")
     # While workers are added some of them are not made yet.
     return pods <= updated and (component is Component.WORKER or updated >= wanted(deployment))
+
+
+def is_observed(deployment: Object) -> bool:
+    """Whether its status is of its present spec."""
+    return count(deployment, "observedGeneration") >= int(deployment["metadata"].get("generation", 0))
+
+
+def is_rolled_out(deployment: Object) -> bool:
+    """Whether no pod of a former template is left."""
+    return is_observed(deployment) and count(deployment, "replicas") <= count(deployment, "updatedReplicas")
 
 
 def wanted(deployment: Object) -> int:
@@ -149,15 +191,15 @@ def count(deployment: Object, member: str) -> int:
     return int((deployment.get("status") or {}).get(member) or 0)
 
 
-def up_to_date(deployment: Object, desired: Object) -> bool:
-    """Whether a Deployment was made from the same wishes."""
-    return _noted(deployment, DESIRED_DIGEST) == _noted(desired, DESIRED_DIGEST)
+def up_to_date(live: Object, desired: Object) -> bool:
+    """Whether an object was made from the same wishes."""
+    return _noted(live, DESIRED_DIGEST) == _noted(desired, DESIRED_DIGEST)
 
 
 def same_pods(deployment: Object, desired: Object) -> bool:
-    """Whether its pods were."""
+    """Whether the pods of a Deployment were."""
     return _noted(deployment, TEMPLATE_DIGEST) == _noted(desired, TEMPLATE_DIGEST)
 
 
-def _noted(deployment: Object, name: str) -> str | None:
-    return (deployment["metadata"].get("annotations") or {}).get(name)
+def _noted(body: Object, name: str) -> str | None:
+    return (body["metadata"].get("annotations") or {}).get(name)

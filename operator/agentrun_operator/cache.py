@@ -1,14 +1,17 @@
 """The newest seen state of every object that the operator watches. Fed by watch events, by full lists and by the answers to own writes.
 
-Objects are as the API server sent them, without managedFields, which are half of their size, and share their equal parts with others.
+Objects are as the API server sent them, without managedFields, which are half of their size, and our own kinds without the copy of
+themselves that kubectl keeps in an annotation. They share their equal parts with others.
 Readers must never change them.
-resourceVersions are opaque: equal or not. Order is the order of arrival, with two exceptions: a uid that another uid has replaced
-never comes back (events of different objects of one name may arrive in any order), and a list does not overwrite what arrived
-while it was made.
+resourceVersions are opaque: equal or not. Order is the order of arrival, with three exceptions: a uid that another uid has replaced, or
+an AgentRun that was deleted, never comes back (events of different objects of one name may arrive in any order), a list does not
+overwrite what arrived while it was made, and what arrives about an object while we write it waits for the answer: see `writing`.
 """
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrun_operator.resources import AGENTRUN_LABEL, AGENTRUNS, OURS, Key, Ref, Resource
@@ -16,6 +19,16 @@ from agentrun_operator.sharing import Sharing
 
 Body = dict[str, Any]
 _MOST_REPLACED = 10_000
+_MOST_PASSED = 1_000
+_LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+@dataclass(slots=True)
+class Writing:
+    """One object that is being written: the answers, in their order, and what arrived about it meanwhile (uid; None: it is gone)."""
+
+    answers: list[Body] = field(default_factory=list)
+    news: list[tuple[str | None, Body | None]] = field(default_factory=list)
 
 
 class ObjectCache:
@@ -26,6 +39,9 @@ class ObjectCache:
         self._children: dict[Key, dict[Ref, None]] = {}
         self._sharing = Sharing()
         self._replaced: OrderedDict[str, None] = OrderedDict()
+        self._passed: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._writing: dict[Ref, Writing] = {}
+        self._disturbed: set[Key] = set()
         self._changes = 0
         self._changed_at: dict[Ref, int] = {}
         self._lists = 0
@@ -47,7 +63,11 @@ class ObjectCache:
     def put(self, resource: Resource, body: Mapping[str, Any]) -> bool:
         """Keeps an object that was seen. Whether it differs from what is known."""
         ref, uid = ref_of(resource, body), uid_of(body)
-        if uid and uid in self._replaced:
+        if (uid and uid in self._replaced) or _state(body) in self._passed:
+            return False
+        if (writing := self._writing.get(ref)) is not None:
+            writing.news.append((uid, dict(body)))
+            self._note(ref)
             return False
         objects = self._objects.setdefault(resource, {})
         known = objects.get(ref)
@@ -57,13 +77,19 @@ class ObjectCache:
             self._unlink(ref, known)
             if uid_of(known) != uid:
                 self._forget_uid(uid_of(known))
-        objects[ref] = self._sharing.share(slim(body))
+        objects[ref] = self._sharing.share(slim(resource, body))
         self._link(ref, body)
         self._note(ref)
         return True
 
     def remove(self, ref: Ref, *, uid: str | None = None) -> bool:
         """Forgets an object that is gone; with a uid, only if it is that one. Whether it was known."""
+        if (writing := self._writing.get(ref)) is not None:
+            writing.news.append((uid, None))
+            self._note(ref)
+            return False
+        if uid and ref.resource in OURS:
+            self._forget_uid(uid)  # an answer to a write may come after this news
         known = self.get(ref)
         if known is None or (uid and uid_of(known) != uid):
             return False
@@ -71,6 +97,54 @@ class ObjectCache:
         del self._objects[ref.resource][ref]
         self._note(ref)
         return True
+
+    @contextlib.contextmanager
+    def writing(self, key: Key, ref: Ref) -> Iterator[Writing]:
+        """While we write an object of an AgentRun, news of it wait. Then the last answer is kept, and what the watches told after it.
+
+        So the news of our own writes, which often arrive before the answers, make nobody look again. Other news do: see `disturbed`.
+        """
+        writing = self._writing[ref] = Writing()
+        try:
+            yield writing
+        finally:
+            del self._writing[ref]
+            if self._settle(ref, writing):
+                self._disturbed.add(key)
+
+    def disturbed(self, key: Key) -> bool:
+        """Whether somebody else changed an object of this AgentRun while we wrote it. Asking ends it."""
+        found = key in self._disturbed
+        self._disturbed.discard(key)
+        return found
+
+    def _settle(self, ref: Ref, writing: Writing) -> bool:
+        """Whether there were news that are not ours."""
+        known, news = self.get(ref), writing.news
+        made = [body for body in writing.answers if known is None or _state(body) != _state(known)]
+        states = {_state(body) for body in made}
+        ours = [number for number, (_, body) in enumerate(news) if body is not None and _state(body) in states]
+        disturbed = False
+        if made:
+            disturbed = len(ours) < len(news)
+            # What was told before our write is older. Where our write is still to be told, that is all of it; but an end is the last
+            # that there is to tell, and a watch may leave out what came shortly before it.
+            uids = {uid_of(body) for body in made}
+            ends = [number for number, (uid, body) in enumerate(news) if body is None and uid in uids]
+            news = news[ours[-1] + 1 :] if ours else news[ends[0] :] if ends else []
+            self.put(ref.resource, made[-1])
+            self._pass(made[:-1])
+        for uid, body in news:
+            changed = self.remove(ref, uid=uid) if body is None else self.put(ref.resource, body)
+            disturbed = disturbed or changed
+        return disturbed
+
+    def _pass(self, bodies: Iterable[Body]) -> None:
+        """States that we know to be over: told late, they would be taken for new ones."""
+        for body in bodies:
+            self._passed[_state(body)] = None
+            if len(self._passed) > _MOST_PASSED:
+                self._passed.popitem(last=False)
 
     def begin_list(self) -> int:
         """To be called before a list is asked for; its answer goes to `replace_all` as `since`, or to `end_list` if there is none."""
@@ -128,6 +202,7 @@ class ObjectCache:
                 del self._children[key]
 
     def _forget_uid(self, uid: str) -> None:
+        """It never comes back."""
         if uid:
             self._replaced[uid] = None
             if len(self._replaced) > _MOST_REPLACED:
@@ -151,6 +226,10 @@ def version_of(body: Mapping[str, Any]) -> str:
     return str(body["metadata"].get("resourceVersion", ""))
 
 
+def _state(body: Mapping[str, Any]) -> tuple[str, str]:
+    return uid_of(body), version_of(body)
+
+
 def owners(resource: Resource, body: Mapping[str, Any]) -> Iterator[Key]:
     """The key that has to be looked at when this object changes: itself for our own kinds, else its AgentRun."""
     if resource in OURS:
@@ -159,11 +238,11 @@ def owners(resource: Resource, body: Mapping[str, Any]) -> Iterator[Key]:
         yield key
 
 
-def slim(body: Mapping[str, Any]) -> Body:
-    """An object without its managedFields. The rest is shared with the original."""
-    if "managedFields" not in body["metadata"]:
-        return dict(body)
+def slim(resource: Resource, body: Mapping[str, Any]) -> Body:
+    """An object without what nobody here reads. The rest is shared with the original."""
     metadata = {name: value for name, value in body["metadata"].items() if name != "managedFields"}
+    if resource in OURS and _LAST_APPLIED in (metadata.get("annotations") or {}):
+        metadata["annotations"] = {name: value for name, value in metadata["annotations"].items() if name != _LAST_APPLIED}
     return {**body, "metadata": metadata}
 
 

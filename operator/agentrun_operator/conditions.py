@@ -57,15 +57,24 @@ def _written(condition: Condition, old: Mapping[str, Any] | None, generation: in
     }
 
 
-def find(conditions: Iterable[Mapping[str, Any]], kind: ConditionType) -> Mapping[str, Any] | None:
+def find(conditions: Iterable[Mapping[str, Any]], kind: str) -> Mapping[str, Any] | None:
     """The condition of a type as the API has it."""
     return next((condition for condition in conditions if condition.get("type") == kind), None)
 
 
 def seconds_since(condition: Mapping[str, Any], now: datetime) -> float:
     """How long a condition has had its status; 0 where its time cannot be read."""
+    return _since(condition.get("lastTransitionTime"), now)
+
+
+def age(body: Mapping[str, Any], now: datetime) -> float:
+    """Seconds since an object was made; 0 where its time cannot be read."""
+    return _since(body["metadata"].get("creationTimestamp"), now)
+
+
+def _since(moment: Any, now: datetime) -> float:
     try:
-        at = datetime.fromisoformat(str(condition.get("lastTransitionTime")))
+        at = datetime.fromisoformat(str(moment))
     except ValueError:
         return 0.0
     return max((now - at.astimezone(UTC)).total_seconds(), 0.0)

@@ -2,7 +2,8 @@
 
 The ReplicaSet's controller picks the victims: pods that are not ready first, whatever their cost, then those of the lowest
 pod-deletion-cost (https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#pod-deletion-cost). So before each scale-in idle
-pods get a negative cost and busy ones a positive cost, and afterwards the costs go away: they would be wrong at the next one.
+pods get a negative cost and busy ones a positive cost, and afterwards the costs go away: they would be wrong at the next one. A pod that
+has a cost of somebody else keeps it.
 """
 
 import asyncio
@@ -27,13 +28,13 @@ class Crew:
     pods: Sequence[Body]
     busy: frozenset[str]
     endangered: frozenset[str]
-    """Busy and not ready: no cost would save them."""
+    """Busy, and no cost of ours would save them: not ready, or with a cost that somebody else gave."""
 
     @property
     def costs(self) -> dict[str, str]:
-        """The cost of each pod by its name, where it is another one now."""
-        wanted = {_name(pod): BUSY_COST if _name(pod) in self.busy else IDLE_COST for pod in self.pods}
-        return {_name(pod): wanted[_name(pod)] for pod in self.pods if _cost(pod) != wanted[_name(pod)]}
+        """The cost of each pod by its name, where it is another one now. A cost that somebody else gave stays."""
+        wanted = {_name(pod): BUSY_COST if _name(pod) in self.busy else IDLE_COST for pod in self.pods if not _has_foreign(pod)}
+        return {_name(pod): wanted[_name(pod)] for pod in self.pods if _cost(pod) != wanted.get(_name(pod), _cost(pod))}
 
 
 def crew(pods: Sequence[Body], held: Mapping[str, int]) -> Crew:
@@ -41,7 +42,8 @@ def crew(pods: Sequence[Body], held: Mapping[str, int]) -> Crew:
     busy_names = {consumer.rpartition("-")[0] for consumer in held}
     alive = [pod for pod in pods if not _ends(pod)]
     busy = frozenset(_name(pod) for pod in alive if _name(pod) in busy_names)
-    return Crew(alive, busy, frozenset(_name(pod) for pod in alive if _name(pod) in busy and not _is_ready(pod)))
+    endangered = (_name(pod) for pod in alive if _name(pod) in busy and (_has_foreign(pod) or not _is_ready(pod)))
+    return Crew(alive, busy, frozenset(endangered))
 
 
 async def list_pods(kube: Kube, deployment: Body) -> list[Body]:
@@ -69,7 +71,7 @@ async def assign(kube: Kube, namespace: str, costs: Mapping[str, str | None]) ->
 
 def ours(pods: Sequence[Body]) -> dict[str, str | None]:
     """What takes our costs away again; a cost that somebody else gave stays."""
-    return {_name(pod): None for pod in pods if _cost(pod) in (BUSY_COST, IDLE_COST)}
+    return {_name(pod): None for pod in pods if _cost(pod) is not None and not _has_foreign(pod)}
 
 
 def _name(pod: Body) -> str:
@@ -78,6 +80,11 @@ def _name(pod: Body) -> str:
 
 def _cost(pod: Body) -> str | None:
     return (pod["metadata"].get("annotations") or {}).get(COST)
+
+
+def _has_foreign(pod: Body) -> bool:
+    """Ours are known by their two values."""
+    return _cost(pod) not in (None, BUSY_COST, IDLE_COST)
 
 
 def _ends(pod: Body) -> bool:

@@ -13,6 +13,8 @@ _KEYS = ("name", "containerPort", "port", "mountPath", "topologyKey", "uid")
 
 def drifted(live: Any, desired: Any) -> bool:
     """Whether `live` lacks something of `desired` or has another value there."""
+    if live == desired:
+        return False
     if isinstance(desired, Mapping):
         if not isinstance(live, Mapping):
             return bool(desired)
@@ -25,11 +27,18 @@ def drifted(live: Any, desired: Any) -> bool:
 def _list_drifted(live: Any, desired: Sequence[Any]) -> bool:
     if not isinstance(live, Sequence) or isinstance(live, str):
         return bool(desired)
-    key = next((key for key in _KEYS if desired and all(isinstance(item, Mapping) and key in item for item in desired)), None)
+    key = next((key for key in _KEYS if _tells_apart(key, desired)), None)
     if key is None:
         return len(live) != len(desired) or any(drifted(one, other) for one, other in zip(live, desired, strict=True))
     known = {item.get(key): item for item in live if isinstance(item, Mapping)}
     return any(item[key] not in known or drifted(known[item[key]], item) for item in desired)
+
+
+def _tells_apart(key: str, items: Sequence[Any]) -> bool:
+    """Whether it is in each item and has another value in each: port 53 is there twice, for UDP and for TCP."""
+    if not items or not all(isinstance(item, Mapping) and key in item for item in items):
+        return False
+    return len({item[key] for item in items}) == len(items)
 
 
 def _absent(value: Any) -> Any:

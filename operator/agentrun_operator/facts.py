@@ -126,16 +126,20 @@ class Observed:
     manifest: AgentRun | None
     """The typed manifest; None if it does not fit, then `error` says why."""
     error: str = ""
+    unknown: tuple[str, ...] = ()
+    """Members of the spec that this operator does not know and leaves out: its CRDs are newer."""
     children: Mapping[Ref, Object] = field(default_factory=dict)
     """Objects that this AgentRun (its uid) controls."""
     foreign: frozenset[Ref] = frozenset()
     """Objects with a name of ours that it does not control."""
-    remains: Mapping[Ref, str] = field(default_factory=dict)
-    """Objects, with their uids, that a deleted AgentRun of the same name controlled."""
+    remains: Mapping[Ref, Object] = field(default_factory=dict)
+    """Objects that a deleted AgentRun of the same name controlled."""
     secrets: Mapping[tuple[str, str], SecretState] = field(default_factory=dict)
     """By (name of the Secret, key)."""
     schema: SchemaFact | None = None
     """None: not asked yet."""
+    migrated_seconds: float = 0.0
+    """For how long this operator has known that the finished migration Jobs are finished. What it knows of the schema may be older."""
     queue: QueueFact | None = None
     """None: not asked yet."""
     scaling: ScalingFact | None = None

@@ -14,9 +14,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import kopf
+from kopf._cogs.configs.configuration import WatchingSettings  # kopf has it as the type of a public attribute only
 
 from agentrun.domain.errors import AgentrunError, ConfigurationError
 from agentrun_operator.kube_config import Connection
+from agentrun_operator.pauses import Pauses
 from agentrun_operator.resources import CHILDREN, CHILDREN_SELECTOR, WATCHED, Resource
 from agentrun_operator.settings import OperatorSettings
 
@@ -27,6 +29,9 @@ Login = Callable[[], Awaitable[Connection]]
 
 STOP_SECONDS = 5.0
 QUIET_SECONDS = 30.0
+RELIST_FIRST_SECONDS = 1.0
+RELIST_SECONDS = 60.0
+"""Pauses before a new list where the former one's version has expired."""
 _TLS_SECONDS = 0.25
 """What connections over TLS need to close after their session was closed."""
 
@@ -44,6 +49,19 @@ class Endless:
     def __iter__(self) -> Iterator[float]:
         while True:
             yield random.uniform(0.5, 2.0)
+
+
+class _NoEssence(kopf.DiffBaseStorage):
+    """kopf copies each object, and the copy once more, to find out what changed since it last handled it: nobody here asks that."""
+
+    def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+        return None
+
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        pass
 
 
 class Watcher:
@@ -99,6 +117,7 @@ class Watcher:
         running = kopf.operator(
             registry=_registry(self._login, lambda resource, kind, body: _call(ours, self._sink, resource, kind, body)),
             settings=_kopf_settings(self._settings),
+            identity=self._settings.pod_name,  # type: ignore[arg-type]  # else it asks for the user's name, which a container's user lacks
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,
@@ -139,7 +158,6 @@ def _registry(login: Login, sink: Sink) -> kopf.OperatorRegistry:
             certificate_path=found.certificate_path,
             private_key_path=found.private_key_path,
             proxy_url=found.proxy_url,
-            trust_env=True,
         )
 
     kopf.on.login(registry=registry)(log_in)
@@ -158,24 +176,39 @@ def _handler(resource: Resource, sink: Sink) -> Callable[..., Awaitable[None]]:
 
 def _kopf_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
     found = kopf.OperatorSettings()
+    found.watching = _PatientWatching(Pauses(RELIST_FIRST_SECONDS, RELIST_SECONDS))
     found.process.ultimate_exiting_timeout = None
     """Else it may kill the process after its own end."""
     found.posting.enabled = False
     found.peering.standalone = True
     found.scanning.disabled = True
     """Scanning wants rights on CRDs and namespaces, and where they are refused it watches nothing for a minute."""
+    found.persistence.diffbase_storage = _NoEssence()
     found.networking.connect_timeout = 5
     found.networking.request_timeout = 30
     """Its default of 300 s would leave us blind for as long after one hung list."""
     found.networking.error_backoffs = Endless()
-    found.networking.trust_env = True
     found.watching.inactivity_timeout = settings.silence_seconds
-    found.watching.reconnect_backoff = 1.0
-    """Pause before a new list. At its default of 0.1 s a server that expires every version would be listed ten times a second."""
     for resource in CHILDREN:
         name = ".".join(filter(None, (resource.plural, resource.version, resource.group)))
         found.watching.label_selectors[name] = CHILDREN_SELECTOR
     return found
+
+
+class _PatientWatching(WatchingSettings):
+    """kopf asks for its pause before each new list: where versions expire all the time it gets longer ones."""
+
+    def __init__(self, pauses: Pauses) -> None:
+        self._pauses = pauses
+        super().__init__()
+
+    @property
+    def reconnect_backoff(self) -> float:
+        return self._pauses.next()
+
+    @reconnect_backoff.setter
+    def reconnect_backoff(self, _seconds: float) -> None:
+        """The default is not wanted."""
 
 
 class _OncePerMessage(logging.Filter):

@@ -2,11 +2,11 @@
 
 KubeError
 ├── NotFound       404: the object, its namespace, or its kind is not there
-├── Conflict       409: exists already, changed meanwhile, or another uid
+├── Conflict       409, and the 422 of another uid: exists already, changed meanwhile, or is not the object that was meant
 ├── Invalid        400, 413, 422, and the 500 of a server-side apply that names an undeclared field: trying again does not help
-├── Forbidden      401, 403: a permission or the credentials are missing
+├── Forbidden      403: a permission is missing
 ├── Expired        410: the resourceVersion or the continue token is too old; list anew
-└── Unavailable    no answer, 429, 5xx: try again, not before `retry_after` seconds
+└── Unavailable    no answer, 401 (a token is being replaced), 429, 5xx: try again, not before `retry_after` seconds
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class NotFound(KubeError):
 
 
 class Conflict(KubeError):
-    """409. `reason` is AlreadyExists or Conflict."""
+    """It exists already (`reason` AlreadyExists), was changed meanwhile, or has another uid."""
 
 
 class Invalid(KubeError):
@@ -37,7 +37,7 @@ class Invalid(KubeError):
 
 
 class Forbidden(KubeError):
-    """401 or 403."""
+    """403."""
 
 
 class Expired(KubeError):
@@ -54,7 +54,6 @@ class Unavailable(KubeError):
 
 _KINDS: Mapping[int, type[KubeError]] = {
     400: Invalid,
-    401: Forbidden,
     403: Forbidden,
     404: NotFound,
     409: Conflict,
@@ -70,6 +69,8 @@ def error_of(asked: str, status: int, body: Mapping[str, Any], *, retry_after: f
     text = f"{asked}: {status} {reason}: {body.get('message', '')}"
     if status == 500 and "failed to create typed patch object" in text:
         return Invalid(text, status=status, reason=reason)
-    if status == 429 or status >= 500:
+    if status == 422 and "metadata.uid: Invalid value" in text:
+        return Conflict(text, status=status, reason=reason)
+    if status in (401, 429) or status >= 500:
         return Unavailable(text, status=status, reason=reason, retry_after=retry_after)
     return _KINDS.get(status, KubeError)(text, status=status, reason=reason)

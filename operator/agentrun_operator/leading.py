@@ -9,9 +9,10 @@ from typing import Protocol
 from agentrun import failpoints
 from agentrun.maintenance.supervise import Supervisor
 from agentrun_operator.apply import tell
-from agentrun_operator.cache import ObjectCache, uid_of
+from agentrun_operator.cache import ObjectCache
 from agentrun_operator.crontasks import CronTasks
 from agentrun_operator.facts import Observed, QueueFact, SchemaFact
+from agentrun_operator.following import followed
 from agentrun_operator.kube import Kube
 from agentrun_operator.observe import Observer
 from agentrun_operator.plan import Defaults, Event, Plan
@@ -19,11 +20,10 @@ from agentrun_operator.probes import StoreProbes
 from agentrun_operator.reasons import EventReason
 from agentrun_operator.reconcile import ReconcileAgentRun
 from agentrun_operator.reconciler import Reconcile
-from agentrun_operator.render.names import Component, component
 from agentrun_operator.resources import AGENTRUNS, Key, Ref
 from agentrun_operator.scaling import Scaling
 from agentrun_operator.settings import OperatorSettings
-from agentrun_operator.targets import Mode, Target, target_of
+from agentrun_operator.targets import Target
 from agentrun_operator.work_queue import WorkQueue
 
 
@@ -106,7 +106,7 @@ class _Leadership:
 
     def _follow(self, observed: Observed, plan: Plan) -> None:
         """Hands an AgentRun whose stores are known to what follows demand; of any other the workers stay as they are."""
-        target = _target(observed, plan)
+        target = followed(observed, plan, self._scaling.target(observed.key))
         if target is None:
             self._scaling.forget(observed.key)
         else:
@@ -145,25 +145,3 @@ class _Facts:
 
     def invalidate(self, url: str) -> None:
         self._probes.invalidate_database(url)
-
-
-def _target(observed: Observed, plan: Plan) -> Target | None:
-    if observed.manifest is None:
-        return None
-    spec = observed.manifest.spec
-    refs = spec.store_secrets()
-    database = observed.secrets.get((refs.database.name, refs.database.key))
-    redis = observed.secrets.get((refs.redis.name, refs.redis.key))
-    if database is None or redis is None or not (database.present and redis.present):
-        return None
-    return target_of(
-        observed.manifest,
-        uid=uid_of(observed.raw),
-        redis_url=redis.value,
-        database_url=database.value,
-        worker=component(observed.key, Component.WORKER).name,
-        scheduler=component(observed.key, Component.SCHEDULER).name,
-        mode=Mode(spec.scaling.mode),
-        suspended=spec.suspend,
-        schema_ready=plan.gate_open,
-    )

@@ -22,8 +22,9 @@ from agentrun_operator.kube import Kube
 from agentrun_operator.leading import Build, Shared
 from agentrun_operator.metrics import QUEUE_LENGTH, WATCH_EVENTS
 from agentrun_operator.reconciler import Reconciler
-from agentrun_operator.resources import CRONTASKS, LEASES, OURS, Key, Ref, Resource
+from agentrun_operator.resources import AGENTRUNS, CRONTASKS, LEASES, OURS, Key, Ref, Resource
 from agentrun_operator.resync import STALE_SECONDS, Resync
+from agentrun_operator.schedules import agent_of
 from agentrun_operator.secret_watch import SecretWatch
 from agentrun_operator.settings import OperatorSettings
 from agentrun_operator.work_queue import WorkQueue
@@ -66,7 +67,15 @@ class _Operator:
         self._settings = settings
         self._build = build
         self._shared = shared = Shared(settings, api, ObjectCache(), WorkQueue(), WorkQueue())
-        self._resync = Resync(api, shared.cache, runs=shared.runs, cron_tasks=shared.cron_tasks, namespaces=settings.namespaces)
+        self._rest()
+        self._resync = Resync(
+            api,
+            shared.cache,
+            runs=shared.runs,
+            cron_tasks=shared.cron_tasks,
+            namespaces=settings.namespaces,
+            spread_seconds=settings.resync_seconds / 2,
+        )
         self._elector = Elector(
             api,
             Ref(LEASES, settings.pod_namespace, settings.lease),
@@ -167,7 +176,15 @@ class _Operator:
             queue = self._shared.cron_tasks if resource == CRONTASKS else self._shared.runs
             for key in {*owners(resource, body), *(owners(resource, before) if before else ())}:
                 queue.add(key)
+            if resource == AGENTRUNS and (before is None or kind == "DELETED"):
+                self._enqueue_cron_tasks_of(Key(ref.namespace, ref.name))
             self._measure()
+
+    def _enqueue_cron_tasks_of(self, agent: Key) -> None:
+        """Their conditions say whether their AgentRun is there."""
+        for ref, task in self._shared.cache.of(CRONTASKS).items():
+            if agent_of(task) == agent:
+                self._shared.cron_tasks.add(Key(ref.namespace, ref.name))
 
     def _measure(self) -> None:
         QUEUE_LENGTH.labels("agentruns").set(len(self._shared.runs))
@@ -184,6 +201,8 @@ class _Operator:
         work = self._build(shared)
         supervisor = self._leading = Supervisor()
         try:
+            for queue in (shared.runs, shared.cron_tasks):
+                queue.open()
             self._enqueue_all()
             Reconciler("agentruns", shared.runs, work.reconcile_run, seconds=settings.reconcile_seconds).start(
                 supervisor, workers=settings.workers
@@ -196,7 +215,13 @@ class _Operator:
         finally:
             self._leading = None
             await supervisor.stop()
+            self._rest()
             await work.aclose()
+
+    def _rest(self) -> None:
+        """Nobody takes keys now. Who begins to work looks at everything."""
+        for queue in (self._shared.runs, self._shared.cron_tasks):
+            queue.close()
 
     def _enqueue_all(self) -> None:
         """The former leader may have left anything half-way."""

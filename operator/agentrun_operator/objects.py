@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from agentrun_operator.digests import digest
 from agentrun_operator.render import config, deployments, job, names, policies, service
+from agentrun_operator.render.labels import DESIRED_DIGEST
 from agentrun_operator.render.names import SERVING, Component
 from agentrun_operator.resources import CHILDREN, NETWORKPOLICIES, PDBS, Ref
 from agentrun_operator.situation import Situation
@@ -16,19 +18,20 @@ def desired_objects(situation: Situation) -> list[Json]:
     key, uid, manifest = situation.observed.key, situation.observed.uid, situation.manifest
     given = situation.rendered
     bodies = [
-        config.config_map(key, manifest, uid=uid),
+        config.config_map(key, situation.pod_config, uid=uid),
         *_network_policies(situation, SERVING),
-        *(_network_policies(situation, [Component.MIGRATE]) if _applies_migrations(situation) else []),
-        service.service(key, manifest, uid=uid),
-        deployments.gateway(given),
+        *(_network_policies(situation, [Component.MIGRATE]) if situation.applies_migrations else []),
+        # What works comes before what takes messages: if the API server refuses one, none are taken that nobody works on.
         deployments.worker(given),
         deployments.scheduler(given),
+        deployments.gateway(given),
+        service.service(key, manifest, uid=uid),
     ]
     if manifest.spec.gateway.replicas > 1:
         bodies.append(policies.disruption_budget(key, Component.GATEWAY, uid=uid))
     if manifest.spec.workers.max_replicas > 1:
         bodies.append(policies.disruption_budget(key, Component.WORKER, uid=uid))
-    return bodies
+    return [_noted(body) for body in bodies]
 
 
 def migration_objects(situation: Situation) -> list[Json]:
@@ -39,7 +42,7 @@ def migration_objects(situation: Situation) -> list[Json]:
         template=situation.migration_template,
         mark=situation.migration_mark,
     )
-    return [*_network_policies(situation, [Component.MIGRATE]), made]
+    return [*map(_noted, _network_policies(situation, [Component.MIGRATE])), made]
 
 
 def names_wanted(situation: Situation) -> frozenset[Ref]:
@@ -48,13 +51,13 @@ def names_wanted(situation: Situation) -> frozenset[Ref]:
     unwanted: set[Ref] = set()
     if not spec.network_policy.enabled:
         unwanted |= {names.component(key, part, resource=NETWORKPOLICIES) for part in Component}
-    if spec.database.migrations != "Apply":
+    if not situation.applies_migrations:
         unwanted.add(names.component(key, Component.MIGRATE, resource=NETWORKPOLICIES))
     if spec.gateway.replicas <= 1:
         unwanted.add(names.component(key, Component.GATEWAY, resource=PDBS))
     if spec.workers.max_replicas <= 1:
         unwanted.add(names.component(key, Component.WORKER, resource=PDBS))
-    return names.fixed(key) - unwanted
+    return (names.fixed(key) - unwanted) | {situation.config_map}
 
 
 def ref_of(body: Mapping[str, Any]) -> Ref:
@@ -65,8 +68,12 @@ def ref_of(body: Mapping[str, Any]) -> Ref:
 _BY_KIND = {resource.kind: resource for resource in CHILDREN}
 
 
-def _applies_migrations(situation: Situation) -> bool:
-    return situation.manifest.spec.database.migrations == "Apply"
+def _noted(body: Json) -> Json:
+    """With a digest of all that the operator wants it to be, which tells a changed wish from a change by somebody else."""
+    annotations = body["metadata"].setdefault("annotations", {})
+    if DESIRED_DIGEST not in annotations:
+        annotations[DESIRED_DIGEST] = digest(body)
+    return body
 
 
 def _network_policies(situation: Situation, parts: Sequence[Component]) -> list[Json]:

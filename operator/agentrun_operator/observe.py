@@ -7,13 +7,15 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from agentrun.domain.errors import ManifestError
-from agentrun.manifests import AgentRun, agent_run_of
+from agentrun.manifests import AgentRun
 from agentrun_operator.cache import ObjectCache, uid_of
-from agentrun_operator.checks import job_condition
 from agentrun_operator.digests import digest
 from agentrun_operator.facts import Object, Observed, QueueFact, ScalingFact, SchemaFact, SecretPresence, SecretState
+from agentrun_operator.foreign_names import ForeignNames
+from agentrun_operator.jobs import is_complete
 from agentrun_operator.kube import Kube
 from agentrun_operator.kube_errors import Forbidden
+from agentrun_operator.lenient import Known, known_agent_run
 from agentrun_operator.objects import names_wanted
 from agentrun_operator.resources import AGENTRUNS, JOBS, SECRETS, Key, Ref
 from agentrun_operator.situation import WHOLE_SECRET, Defaults, Situation
@@ -40,46 +42,65 @@ class Observer:
         self._probes = probes
         self._defaults = defaults
         self._scaling = scaling
-        self._migrated: dict[Key, str] = {}
+        self._foreign = ForeignNames(kube)
+        self._migrated: dict[Key, tuple[str, datetime]] = {}
+        """The finished migrations, and since when they have been known."""
 
     def forget(self, key: Key) -> None:
         """The AgentRun is gone."""
         self._migrated.pop(key, None)
 
-    async def observe(self, key: Key, *, now: datetime) -> Observed | None:
-        """None if there is nothing to do for it: it is gone or going. Raises KubeError."""
+    async def observe(self, key: Key, *, now: datetime, doubted: Ref | None = None) -> Observed | None:
+        """None if there is nothing to do for it: it is gone or going. Raises KubeError.
+
+        `doubted`: a name under which there was something else than was seen, so that the API server is asked about every name.
+        """
         raw = self._cache.get(Ref(AGENTRUNS, key.namespace, key.name))
         if raw is None or "deletionTimestamp" in raw["metadata"]:
             return None
-        manifest, error = _parse(raw)
-        seen = _Seen(uid_of(raw))
+        known, error = _parse(raw)
+        seen = _Seen(key.name, uid_of(raw))
         seen.add(self._cache.children(key).items())
-        if manifest is None:
-            return Observed(
-                key, raw, None, error, children=seen.ours, foreign=frozenset(seen.foreign), scaling=self._scaling(key)
-            )
+        if known is None:
+            return Observed(key, raw, None, error, children=seen.ours, scaling=self._scaling(key))
+        manifest = known.manifest
         situation = Situation(Observed(key, raw, manifest), self._defaults, now)
-        for ref in sorted({*names_wanted(situation)} - seen.refs):
-            # Not ours as far as the watches say: it may be somebody else's, or just made.
-            body = await self._kube.get(ref)
-            if body is not None:
-                seen.add([(ref, body)])
-        if seen.remains and not await self._is_current(key, seen.uid):
-            return None  # the news that it was replaced is on its way
+        wanted = names_wanted(situation) | ({doubted} if doubted else frozenset())
+        await self._look_up(wanted, seen, doubted)
+        missing = not wanted <= seen.ours.keys()
+        if (seen.remains or doubted or missing) and not await self._is_current(key, seen.uid):
+            return None  # the news that it is gone or was replaced is on its way
         secrets = await self._secrets(situation)
-        schema, queue = await self._stores(key, manifest, secrets, seen.ours)
+        schema, queue = await self._stores(key, manifest, secrets, seen.ours, now)
         return Observed(
             key,
             raw,
             manifest,
+            unknown=known.unknown,
             children=seen.ours,
-            foreign=frozenset(seen.foreign),
+            foreign=frozenset(seen.foreign & wanted),
             remains=seen.remains,
             secrets=secrets,
             schema=schema,
+            migrated_seconds=self._migrated_seconds(key, now),
             queue=queue,
             scaling=self._scaling(key),
         )
+
+    async def _look_up(self, wanted: frozenset[Ref], seen: "_Seen", doubted: Ref | None) -> None:
+        """Adds what has our names without being a child as far as the watches say: somebody else's, or just made."""
+        if doubted is not None:
+            asked = wanted
+        else:
+            for ref in wanted - seen.refs:
+                if (body := self._cache.get(ref)) is not None:
+                    seen.add([(ref, body)])
+            asked = await self._foreign.among(wanted - seen.refs)
+        for ref in sorted(asked):
+            body = await self._kube.get(ref)
+            seen.drop(ref)
+            if body is not None:
+                seen.add([(ref, body)])
 
     async def _is_current(self, key: Key, uid: str) -> bool:
         found = await self._kube.get(Ref(AGENTRUNS, key.namespace, key.name))
@@ -106,40 +127,53 @@ class Observer:
         return SecretPresence.NO_SECRET if found is None else found
 
     async def _stores(
-        self, key: Key, manifest: AgentRun, secrets: Mapping[tuple[str, str], SecretState], children: Mapping[Ref, Object]
+        self,
+        key: Key,
+        manifest: AgentRun,
+        secrets: Mapping[tuple[str, str], SecretState],
+        children: Mapping[Ref, Object],
+        now: datetime,
     ) -> tuple[SchemaFact | None, QueueFact | None]:
         refs = manifest.spec.store_secrets()
         database, redis = secrets[(refs.database.name, refs.database.key)], secrets[(refs.redis.name, refs.redis.key)]
         if database.present:
-            self._look_again_after_a_migration(key, database.value, children)
+            self._look_again_after_a_migration(key, database.value, children, now)
         schema = await self._probes.schema(key, database.value) if database.present else None
         queue = await self._probes.queue(key, redis.value) if redis.present else None
         return schema, queue
 
-    def _look_again_after_a_migration(self, key: Key, url: str, children: Mapping[Ref, Object]) -> None:
-        done = sorted(
-            str(job["metadata"]["uid"])
-            for ref, job in children.items()
-            if ref.resource == JOBS and job_condition(job, "Complete")
+    def _look_again_after_a_migration(self, key: Key, url: str, children: Mapping[Ref, Object], now: datetime) -> None:
+        mark = ",".join(
+            sorted(str(job["metadata"]["uid"]) for ref, job in children.items() if ref.resource == JOBS and is_complete(job))
         )
-        mark = ",".join(done)
-        if mark and self._migrated.get(key) != mark:
-            self._probes.invalidate(url)
-        self._migrated[key] = mark
+        known, _ = self._migrated.get(key, ("", now))
+        if mark != known:
+            self._migrated[key] = (mark, now)
+            if mark:
+                self._probes.invalidate(url)
+
+    def _migrated_seconds(self, key: Key, now: datetime) -> float:
+        _, since = self._migrated.get(key, ("", now))
+        return (now - since).total_seconds()
 
 
 class _Seen:
     """Objects with our names or labels, by whose they are."""
 
-    def __init__(self, uid: str) -> None:
-        self.uid = uid
+    def __init__(self, name: str, uid: str) -> None:
+        self.name, self.uid = name, uid
         self.ours: dict[Ref, Object] = {}
         self.foreign: set[Ref] = set()
-        self.remains: dict[Ref, str] = {}
+        self.remains: dict[Ref, Object] = {}
 
     @property
     def refs(self) -> set[Ref]:
         return {*self.ours, *self.foreign, *self.remains}
+
+    def drop(self, ref: Ref) -> None:
+        self.ours.pop(ref, None)
+        self.foreign.discard(ref)
+        self.remains.pop(ref, None)
 
     def add(self, items: Iterable[tuple[Ref, dict[str, Any]]]) -> None:
         for ref, body in items:
@@ -148,10 +182,15 @@ class _Seen:
             )
             if owner.get("uid") == self.uid:
                 self.ours[ref] = body
-            elif owner.get("kind") == AGENTRUNS.kind and str(owner.get("apiVersion", "")).startswith(f"{AGENTRUNS.group}/"):
-                self.remains[ref] = uid_of(body)
+            elif self._is_predecessor(owner):
+                self.remains[ref] = body
             else:
                 self.foreign.add(ref)
+
+    def _is_predecessor(self, owner: Mapping[str, Any]) -> bool:
+        """An AgentRun of the same name. The label of an object of another one may have been changed by somebody."""
+        group = str(owner.get("apiVersion", "")).partition("/")[0]
+        return (owner.get("kind"), group, owner.get("name")) == (AGENTRUNS.kind, AGENTRUNS.group, self.name)
 
 
 def state_of(secret: Object, key: str, *, salt: str) -> SecretState:
@@ -168,11 +207,11 @@ def state_of(secret: Object, key: str, *, salt: str) -> SecretState:
     return SecretState(SecretPresence.PRESENT, value, digest([salt, value]))
 
 
-def _parse(raw: Object) -> tuple[AgentRun | None, str]:
+def _parse(raw: Object) -> tuple[Known[AgentRun] | None, str]:
     """The typed manifest, or why there is none."""
     try:
-        manifest = agent_run_of(raw)
-        manifest.spec.store_secrets()
+        known = known_agent_run(raw)
+        known.manifest.spec.store_secrets()
     except ManifestError as error:
         return None, str(error)
-    return manifest, ""
+    return known, ""

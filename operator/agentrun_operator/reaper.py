@@ -8,7 +8,7 @@ What is done is decided in `agentrun.maintenance.reaper`; conditions in Postgres
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -21,20 +21,27 @@ from agentrun.domain.errors import AgentrunError
 from agentrun.maintenance.reaper import Reaper
 from agentrun.store.pool import Pool, create_pool
 from agentrun_operator.cache import ObjectCache
+from agentrun_operator.hanging_up import CLOSE_SECONDS, close
 from agentrun_operator.metrics import REAPED
 from agentrun_operator.resources import Key
 from agentrun_operator.sampler import Sample
 from agentrun_operator.targets import Target
+from agentrun_operator.turns import Turns
 
 CONNECTIONS = 8
+RETRY_CONNECTIONS = 4
+"""Databases that did not answer last time have places of their own, so that those that hang do not keep others waiting."""
 SCHEDULER_GRACE_SECONDS = 30.0
 """A scheduler may be away for so long, as in a roll-out, before the operator stands in for it."""
 MARGIN_SECONDS = 10.0
 TICK_SECONDS = 60.0
 LONGEST_PAUSE_SECONDS = 30.0
 TICKS_PER_SECOND = 20
-"""Of all visits together: where many schedulers are away at once, each AgentRun is looked at less often."""
-_CLOSE_SECONDS = 2.0
+"""Of all visits together. Where many schedulers are away at once the AgentRuns take turns: a look counts only if the one before it was
+less than half a lease ago, so to look at all of them less often would be to take over nothing.
+"""
+_TICKS_PER_LEASE = 4
+_LONGEST_TURN_LEASES = 3
 
 _log = structlog.get_logger(__name__)
 
@@ -45,6 +52,10 @@ class _State:
     stuck_until: float = float("-inf")
     scheduler_away_since: float | None = None
     visit: asyncio.Task[None] | None = None
+    failures: int = 0
+    """How often in a row Postgres did not answer."""
+    redis_failures: int = 0
+    redis_after: float = float("-inf")
 
 
 @dataclass(slots=True)
@@ -86,6 +97,8 @@ class FleetReaper:
         self._grace = scheduler_grace_seconds
         self._clock = clock
         self._places = _Places(asyncio.Semaphore(connections))
+        self._retry_places = asyncio.Semaphore(RETRY_CONNECTIONS)
+        self._turns = Turns(TICKS_PER_SECOND)
         self._states: dict[Key, _State] = {}
         self._clients: dict[str, _Client] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,6 +111,8 @@ class FleetReaper:
             return
         if _depends(state.target) != _depends(target):
             self._break_off(state)
+            state.failures = state.redis_failures = 0
+            state.redis_after = float("-inf")
         state.target = target
 
     def forget(self, key: Key) -> None:
@@ -171,7 +186,7 @@ class FleetReaper:
             await asyncio.sleep(LONGEST_PAUSE_SECONDS)
         finally:
             if pool is not None:
-                await _close(pool)
+                await close(pool)
             await stream.aclose()
             await self._give_back(target.redis_url, client)
             self._visited(state)
@@ -181,40 +196,65 @@ class FleetReaper:
             state.visit = None
 
     async def _work(self, state: _State, reaper: Reaper, pool: Pool) -> None:
-        """Ticks until the cause is gone. Between two ticks the connection stays open only if nobody else waits for one."""
-        failures = 0
-        has_place = False
+        """Takes turns until the cause is gone. A database that failed is tried again with growing pauses, until it answers."""
+        lease = reaper.limits.lease_seconds
+        while self._has_cause(state, self._clock()):
+            if state.failures:
+                await asyncio.sleep(_pause(reaper, state.failures))
+                async with self._retry_places:
+                    await self._tick(state, reaper)
+                    await _hang_up(pool)
+            else:
+                async with self._turns.turn(_TICKS_PER_LEASE / lease):
+                    await self._turn(state, reaper, pool)
+
+    async def _turn(self, state: _State, reaper: Reaper, pool: Pool) -> None:
+        """Ticks until the cause is gone, Postgres fails, or others wait and this AgentRun was looked at long enough to take runs over.
+
+        Between two ticks the connection stays open only if nobody else waits for one.
+        """
+        lease = reaper.limits.lease_seconds
+        longest = self._clock() + _LONGEST_TURN_LEASES * lease
+        has_place = over = False
         try:
-            while self._has_cause(state, self._clock()):
+            while not over and self._has_cause(state, self._clock()):
                 if not has_place:
                     await self._places.take()
                     has_place = True
-                failures = 0 if await self._tick(state.target, reaper) else failures + 1
-                if self._places.waiting or failures:
+                await self._tick(state, reaper)
+                done = reaper.steady or self._clock() > longest
+                over = bool(state.failures or (done and self._turns.waiting))
+                if over or self._places.waiting:
                     await _hang_up(pool)
                     self._places.free.release()
                     has_place = False
-                await asyncio.sleep(self._pause(reaper.limits.interval_seconds, failures))
+                if not over:
+                    pace = max(reaper.limits.interval_seconds, self._turns.active / TICKS_PER_SECOND)
+                    await asyncio.sleep(min(pace, lease / _TICKS_PER_LEASE))
         finally:
             if has_place:
                 self._places.free.release()
 
-    def _pause(self, interval: float, failures: int) -> float:
-        pause = min(interval * 2.0 ** min(failures, 10), max(LONGEST_PAUSE_SECONDS, interval))
-        return max(pause, self.visits / TICKS_PER_SECOND)
-
-    async def _tick(self, target: Target, reaper: Reaper) -> bool:
-        """Both inputs, each for itself: Redis may be away while leases run out. Whether both could be worked on."""
-        good = True
-        for look in (reaper.reap_leases, reaper.reap_entries):
-            try:
-                async with asyncio.timeout(TICK_SECONDS):
-                    await look()
-            except (AgentrunError, TimeoutError) as error:
-                good = False
-                _log.warning("stuck work cannot be looked after", agentrun=str(target.key), error=str(error) or "timeout")
+    async def _tick(self, state: _State, reaper: Reaper) -> None:
+        """Both inputs. Without Postgres there is nothing to be done for either; a Redis that fails has pauses of its own, since the first
+        input goes on without it.
+        """
+        good = await self._look(state, reaper.reap_leases)
+        state.failures = 0 if good else state.failures + 1
+        if good and self._clock() >= state.redis_after:
+            good = await self._look(state, reaper.reap_entries)
+            state.redis_failures = 0 if good else state.redis_failures + 1
+            state.redis_after = float("-inf") if good else self._clock() + _pause(reaper, state.redis_failures)
         REAPED.labels("done" if good else "failed").inc()
-        return good
+
+    async def _look(self, state: _State, look: Callable[[], Awaitable[None]]) -> bool:
+        try:
+            async with asyncio.timeout(TICK_SECONDS):
+                await look()
+        except (AgentrunError, TimeoutError) as error:
+            _log.warning("stuck work cannot be looked after", agentrun=str(state.target.key), error=str(error) or "timeout")
+            return False
+        return True
 
     def _borrow(self, url: str) -> _Client:
         client = self._clients.get(url)
@@ -234,20 +274,16 @@ def _depends(target: Target) -> tuple[object, ...]:
     return target.uid, target.redis_url, target.database_url, target.limits, target.schema_ready
 
 
+def _pause(reaper: Reaper, failures: int) -> float:
+    return min(reaper.limits.interval_seconds * 2.0 ** min(failures, 10), LONGEST_PAUSE_SECONDS)
+
+
 async def _hang_up(pool: Pool) -> None:
     """Closes the pool's connection; the pool opens it again when it is needed."""
     if not pool.get_size():
         return
     try:
-        async with asyncio.timeout(_CLOSE_SECONDS), pool.acquire() as conn:
+        async with asyncio.timeout(CLOSE_SECONDS), pool.acquire() as conn:
             await conn.close()
     except Exception as error:  # it is broken already
         _log.debug("a connection could not be closed in order", error=str(error))
-
-
-async def _close(pool: Pool) -> None:
-    try:
-        async with asyncio.timeout(_CLOSE_SECONDS):
-            await pool.close()
-    except TimeoutError:
-        pool.terminate()

@@ -23,7 +23,7 @@ class ConditionType(StrEnum):
     STALLED = "Stalled"
     """Only while True: nothing goes on until somebody changes something."""
     SUSPENDED = "Suspended"
-    """Only while True: spec.suspend is set."""
+    """Only while True: the gateway takes no messages, as spec.suspend says."""
 
 
 ALWAYS_PRESENT = (
@@ -54,6 +54,8 @@ class Reason(StrEnum):
     READY = "Ready"
     ROLLING_OUT = "RollingOut"
     """Pods are being replaced."""
+    ROLL_OUT_FAILED = "RollOutFailed"
+    """The new pods do not come up."""
     SUSPENDED = "Suspended"
     SCHEDULER_UNAVAILABLE = "SchedulerUnavailable"
     # Accepted.
@@ -66,6 +68,8 @@ class Reason(StrEnum):
     """The API server does not take an object that follows from the spec."""
     IMAGE_MISSING = "ImageMissing"
     """Neither spec.image nor an image of the operator."""
+    OPERATOR_ERROR = "OperatorError"
+    """The operator has a bug that shows with this AgentRun."""
     # Accepted of a CronTask.
     AGENT_RUN_MISSING = "AgentRunMissing"
     SCHEDULE_INVALID = "ScheduleInvalid"

@@ -1,7 +1,9 @@
 """How many replicas the worker Deployment is to have now, and what of the Deployment that depends on. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from agentrun_operator.render.labels import SUSPENDED
 
 Body = Mapping[str, Any]
 
@@ -20,6 +22,26 @@ def aim(*, wanted: int, replicas: int, known: bool, settled: bool, busy: int, mo
     if not (known and settled):
         return replicas
     return min(replicas, max(wanted, min(busy, most)))
+
+
+def suspension(deployment: Body, *, suspended: bool, least: int) -> int | None:
+    """What to write, once, to a Deployment that others scale: zero for spec.suspend, and what wakes it afterwards. None: nothing.
+
+    An autoscaler of Kubernetes does not touch what stands at zero. What others set meanwhile is theirs.
+    """
+    if suspended is (SUSPENDED in (deployment["metadata"].get("annotations") or {})):
+        return None
+    return 0 if suspended else replicas_of(deployment) or max(1, least)
+
+
+def hand_over(deployment: Body, managers: Collection[str], *, ours: str, suspended: bool, least: int) -> int | None:
+    """What to write, once, to a Deployment that others scale from now on, where we have left it at zero. None: nothing.
+
+    The zero is ours as long as nobody else is among the `managers` of the number; afterwards it is somebody's wish (KEDA's, say).
+    """
+    if suspended or replicas_of(deployment) or not {*managers} <= {ours}:
+        return None
+    return max(1, least)
 
 
 def replicas_of(deployment: Body) -> int:

@@ -16,9 +16,10 @@ from agentrun_operator.metrics import RESYNC_FOUND, RESYNC_SECONDS, SYNCED
 from agentrun_operator.resources import AGENTRUNS, CHILDREN, CHILDREN_SELECTOR, CRONTASKS, WATCHED, Key, Ref, Resource
 from agentrun_operator.work_queue import WorkQueue
 
-SPREAD_SECONDS = 10.0
 HURRY_SECONDS = 1.0
 """Pause before a list that was asked for, so that many reasons make one list."""
+HURRY_AGAIN_SECONDS = 30.0
+"""Between two of those: an API server that makes us lose our place all the time is not helped by more lists."""
 STALE_SECONDS = 120.0
 _SLICE_SECONDS = 10.0
 
@@ -29,7 +30,13 @@ class Lister(Protocol):
     """What a resync needs of the API server."""
 
     async def list(
-        self, resource: Resource, *, namespace: str | None = None, labels: str | None = None, limit: int = 500
+        self,
+        resource: Resource,
+        *,
+        namespace: str | None = None,
+        labels: str | None = None,
+        limit: int = 500,
+        on_page: Callable[[], None] = lambda: None,
     ) -> Listing: ...
 
 
@@ -44,16 +51,20 @@ class Resync:
         runs: WorkQueue[Key],
         cron_tasks: WorkQueue[Key],
         namespaces: tuple[str, ...] = (),
+        spread_seconds: float = 10.0,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`namespaces`: those to look at; empty: all."""
+        """`namespaces`: those to look at; empty: all. What was not found changed is looked at within `spread_seconds`, since each look
+        reads Secrets."""
         self._lister = lister
         self._cache = cache
         self._runs = runs
         self._cron_tasks = cron_tasks
         self._namespaces = namespaces
+        self._spread_seconds = spread_seconds
         self._jitter = jitter
         self._hurried = asyncio.Event()
+        self._hurried_at = float("-inf")
         self.done = asyncio.Event()
         """Set after the first full list."""
         self.wrong = "the first full list is not complete"
@@ -62,21 +73,24 @@ class Resync:
     async def watch(self, stamp: Stamp, *, seconds: float) -> None:
         """Lists again and again, with about `seconds` between, or sooner after `hurry`."""
         while True:
-            await self.once()
+            await self.once(stamp)
             stamp()
             await self._rest(seconds * random.uniform(0.9, 1.1), stamp)
 
     def hurry(self) -> None:
-        """Something may have been missed: the next full list is made soon."""
+        """Something may have been missed: the next full list is made soon, HURRY_AGAIN_SECONDS after the last one like this."""
         self._hurried.set()
 
-    async def once(self) -> None:
-        """One full list. What it found changed is looked at now, the rest spread over a few seconds. Raises KubeError."""
+    async def once(self, stamp: Stamp = lambda: None) -> None:
+        """One full list; each page is progress. What it found changed is looked at now, the rest spread over `spread_seconds`.
+
+        Raises KubeError.
+        """
         begun = time.monotonic()
         found: dict[Resource, set[Key]] = {}
         try:
             for resource in WATCHED:
-                found[resource] = await self._take(resource)
+                found[resource] = await self._take(resource, stamp)
         except Exception as error:
             self.wrong = f"listing failed: {error}"
             raise
@@ -93,23 +107,26 @@ class Resync:
 
     async def _rest(self, seconds: float, stamp: Stamp) -> None:
         """Sleeps, and shows that it does."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and not self._hurried.is_set():
+        until, hurried = time.monotonic() + seconds, False
+        while (left := until - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, _SLICE_SECONDS)):
-                    await self._hurried.wait()
+                    await (asyncio.sleep(left) if hurried else self._hurried.wait())
+            if self._hurried.is_set() and not hurried:
+                hurried = True
+                until = min(until, max(time.monotonic() + HURRY_SECONDS, self._hurried_at + HURRY_AGAIN_SECONDS))
             stamp()
-        if self._hurried.is_set():
-            await asyncio.sleep(HURRY_SECONDS)
+        if hurried:
+            self._hurried_at = time.monotonic()
             self._hurried.clear()
 
-    async def _take(self, resource: Resource) -> set[Key]:
+    async def _take(self, resource: Resource, stamp: Stamp) -> set[Key]:
         labels = CHILDREN_SELECTOR if resource in CHILDREN else None
         since = self._cache.begin_list()
         try:
             items = []
             for namespace in self._namespaces or (None,):
-                items += (await self._lister.list(resource, namespace=namespace, labels=labels)).items
+                items += (await self._lister.list(resource, namespace=namespace, labels=labels, on_page=stamp)).items
             return self._cache.replace_all(resource, items, since=since, within=self._is_watched)
         finally:
             self._cache.end_list()
@@ -121,4 +138,4 @@ class Resync:
         for key in changed:
             queue.add(key)
         for ref in self._cache.of(resource):
-            queue.add(Key(ref.namespace, ref.name), after=SPREAD_SECONDS * self._jitter() if self.done.is_set() else 0.0)
+            queue.add(Key(ref.namespace, ref.name), after=self._spread_seconds * self._jitter() if self.done.is_set() else 0.0)

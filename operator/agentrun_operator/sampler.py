@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from agentrun.bus import connection
+from agentrun.bus.connection import ReadOnly
 from agentrun.bus.lag import Demand, ManySampler, Reading
 from agentrun.bus.pubsub import Subscriptions
 from agentrun.domain.errors import AgentrunError
@@ -31,13 +32,15 @@ _log = structlog.get_logger(__name__)
 class Sample:
     """What was seen at `at` (monotonic seconds). No demand: it could not be measured, and `problem` says why.
 
-    `held` maps the consumers that hold entries to how many.
+    `held` maps the consumers that hold entries to how many. `age_seconds` is the age of the stream's group: in one that was made anew
+    workers have to put back first what they are working on. None: it is old.
     """
 
     at: float
     demand: Demand | None
     held: Mapping[str, int] = field(default_factory=dict)
     problem: str = ""
+    age_seconds: float | None = None
 
 
 class Sampler:
@@ -236,6 +239,7 @@ class _Lane:
         began = time.perf_counter()
         readings = await self._read(targets)
         if full:
+            self._leave_replica(readings[0])
             TICK_SECONDS.observe(time.perf_counter() - began)
         at = self._clock()
         for number, (target, reading) in enumerate(zip(targets, readings, strict=True), 1):
@@ -246,11 +250,16 @@ class _Lane:
             if current.question != target.question:
                 self.wake(target.key)
             elif isinstance(reading, Reading):
-                self._deliver(target.key, Sample(at, reading.demand, reading.held))
+                self._deliver(target.key, Sample(at, reading.demand, reading.held, age_seconds=reading.age_seconds))
             else:
                 self._deliver(target.key, Sample(at, None, problem=str(reading)))
             if number % SAMPLES_PER_TURN == 0:
                 await asyncio.sleep(0)
+
+    def _leave_replica(self, reading: Reading | AgentrunError) -> None:
+        """After a failover the old primary keeps its subscribers: they find the new one by connecting anew."""
+        if isinstance(reading, ReadOnly) and self._subscriptions is not None:
+            self._subscriptions.reconnect()
 
     def _deliver(self, key: Key, sample: Sample) -> None:
         """One AgentRun's fault is not the others'."""

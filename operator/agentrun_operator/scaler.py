@@ -6,7 +6,7 @@ Deployment, so that neither an old cache nor somebody else's autoscaler is writt
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -14,16 +14,17 @@ import structlog
 from agentrun import failpoints
 from agentrun.control.scaling import Memory, desired_workers
 from agentrun_operator import deletion_cost
-from agentrun_operator.autoscalers import Autoscalers
+from agentrun_operator.autoscalers import Autoscalers, managers_of_replicas
 from agentrun_operator.cache import ObjectCache
 from agentrun_operator.facts import ScalingFact
 from agentrun_operator.kube import Conflict, Kube, KubeError
 from agentrun_operator.metrics import SCALE_ERRORS, SCALED
 from agentrun_operator.reasons import EventReason
-from agentrun_operator.replicas import Body, aim, busy_workers, has_arrived, is_settled, replicas_of
+from agentrun_operator.render.labels import SUSPENDED
+from agentrun_operator.replicas import Body, aim, busy_workers, hand_over, has_arrived, is_settled, replicas_of, suspension
 from agentrun_operator.resources import DEPLOYMENTS, Key
 from agentrun_operator.sampler import Sample
-from agentrun_operator.scaler_state import State, fact_of, is_ours
+from agentrun_operator.scaler_state import State, fact_of, is_complete, is_ours, version_of
 from agentrun_operator.targets import Mode, Target
 
 MANAGER = "agentrun-scaler"
@@ -89,15 +90,6 @@ class Scaler:
         state = self._states.get(key)
         return state.fact if state is not None else None
 
-    def initial_replicas(self, target: Target) -> int:
-        """With how many workers the Deployment is created."""
-        if target.suspended:
-            return 0
-        if target.mode is Mode.EXTERNAL:
-            return max(1, target.bounds.min_replicas)  # an HPA does not touch what stands at zero
-        state = self._states.get(target.key)
-        return target.bounds.clamp(state.wanted or 0) if state is not None else target.bounds.min_replicas
-
     async def aclose(self) -> None:
         """Ends writes that are under way."""
         for task in self._tasks:
@@ -114,7 +106,8 @@ class Scaler:
         rival = self._rival(state)
         if state.target.mode is Mode.EXTERNAL or rival is not None:
             state.wanted, state.why, state.memory = None, None, Memory()
-            if rival is not None and not self._autoscalers.known and sample.at - state.rival_at > RIVAL_SECONDS:
+            look = rival is not None and not self._autoscalers.known and sample.at - state.rival_at > RIVAL_SECONDS
+            if look or (deployment is not None and self._is_to_be_handed_over(state, deployment)):
                 self._act(state)
         else:
             self._decide(state, deployment, sample)
@@ -130,8 +123,11 @@ class Scaler:
         current = state.wanted
         if current is None:
             current = replicas_of(deployment) if deployment is not None else target.bounds.min_replicas
+        state.complete = is_complete(state, sample, current=current)
         demand = sample.demand.total if sample.demand is not None else None
         decision = desired_workers(demand, current=current, bounds=target.bounds, now=sample.at, memory=state.memory)
+        if decision.workers < current and not state.complete:
+            decision = desired_workers(None, current=current, bounds=target.bounds, now=sample.at, memory=state.memory)
         state.wanted, state.why, state.memory = decision.workers, decision.why, decision.memory
 
     def _aim(self, state: State, deployment: Body) -> int:
@@ -143,7 +139,7 @@ class Scaler:
         return aim(
             wanted=state.wanted,
             replicas=replicas_of(deployment),
-            known=sample.demand is not None and self._clock() - sample.at < OLD_SAMPLE_SECONDS,
+            known=sample.demand is not None and state.complete and self._clock() - sample.at < OLD_SAMPLE_SECONDS,
             settled=is_settled(deployment),
             busy=busy_workers(sample.held, target.worker.name),
             most=target.bounds.max_replicas,
@@ -208,9 +204,11 @@ class Scaler:
         live = await self._kube.get(target.worker)
         if live is None or not is_ours(live, target):
             return
-        if target.mode is Mode.EXTERNAL:
-            return
-        if await self._is_rivalled(state, live):
+        if target.mode is Mode.EXTERNAL or await self._is_rivalled(state, live):
+            if (once := self._handed_over(state, live)) is not None:
+                await self._write(state, live, once, mark={SUSPENDED: "true"} if target.suspended else {})
+            else:
+                state.left_to_others = version_of(live)
             return
         wanted, replicas = self._aim(state, live), replicas_of(live)
         state.left_at = replicas
@@ -252,9 +250,23 @@ class Scaler:
         await deletion_cost.assign(self._kube, state.target.key.namespace, deletion_cost.ours(pods))
         state.costs_out = False
 
-    async def _write(self, state: State, live: Body, wanted: int) -> None:
+    def _is_to_be_handed_over(self, state: State, deployment: Body) -> bool:
+        """By the cache, which does not have the managers."""
+        return self._handed_over(state, deployment) is not None and state.left_to_others != version_of(deployment)
+
+    @staticmethod
+    def _handed_over(state: State, live: Body) -> int | None:
+        """What to write to a Deployment that others scale, if anything."""
+        suspended, least = state.target.suspended, state.target.bounds.min_replicas
+        once = suspension(live, suspended=suspended, least=least)
+        if once is not None:
+            return once
+        return hand_over(live, managers_of_replicas(live), ours=MANAGER, suspended=suspended, least=least)
+
+    async def _write(self, state: State, live: Body, wanted: int, *, mark: Mapping[str, str] | None = None) -> None:
         target, replicas = state.target, replicas_of(live)
-        body: dict[str, Any] = {"metadata": {"uid": live["metadata"]["uid"]}, "spec": {"replicas": wanted}}
+        metadata = {"uid": live["metadata"]["uid"], **({"annotations": mark} if mark else {})}
+        body: dict[str, Any] = {"metadata": metadata, "spec": {"replicas": wanted}}
         try:
             answer = await self._kube.apply(target.worker, body, manager=MANAGER)
         except Conflict:

@@ -20,8 +20,16 @@ class State:
     wanted: int | None = None
     left_at: int | None = None
     """The replicas after the last look: another number is somebody else's, and worth a look."""
+    left_to_others: tuple[str, int] | None = None
+    """The version of the Deployment at the last look at it that found nothing to write for those who scale it."""
     why: Why | None = None
     sample: Sample | None = None
+    complete: bool = True
+    """Whether the sample shows all work: see `is_complete`."""
+    born: float = float("-inf")
+    """When the group of the stream was made, as far as the samples tell."""
+    had_workers: bool = False
+    """Whether there were workers at that moment."""
     rival: str | None = None
     """Who else scales the Deployment, as found at the last look at it."""
     rival_at: float = float("-inf")
@@ -32,6 +40,21 @@ class State:
     not_before: float = float("-inf")
     fact: ScalingFact | None = None
     fact_at: float = float("-inf")
+
+
+_SAME_BIRTH_SECONDS = 1.0
+
+
+def is_complete(state: State, sample: Sample, *, current: int) -> bool:
+    """Whether a sample shows all work. After Redis lost its data it does so only when each living worker has put back its entries, which
+    takes less than a lease; where there was no worker (`current`) there is nothing to put back.
+    """
+    if sample.age_seconds is None or sample.age_seconds >= state.target.limits.lease_seconds:
+        return True
+    born = sample.at - sample.age_seconds
+    if abs(born - state.born) > _SAME_BIRTH_SECONDS:
+        state.born, state.had_workers = born, current > 0
+    return not state.had_workers
 
 
 def fact_of(state: State, dead_lettered: int | None) -> ScalingFact:
@@ -52,11 +75,16 @@ def fact_of(state: State, dead_lettered: int | None) -> ScalingFact:
         kind = ScalingState.EXTERNAL
     elif state.rival is not None:
         kind = ScalingState.FOREIGN_SCALER
-    elif sample.demand is None:
+    elif sample.demand is None or state.why is Why.UNKNOWN:
         kind = ScalingState.UNKNOWN_DEMAND
     else:
         kind = ScalingState.ACTIVE
     return ScalingFact(kind, state.wanted, counters)
+
+
+def version_of(deployment: Body) -> tuple[str, int]:
+    """Which Deployment, and which generation of its spec."""
+    return str(deployment["metadata"]["uid"]), int(deployment["metadata"].get("generation", 0))
 
 
 def is_ours(deployment: Body, target: Target) -> bool:

@@ -80,10 +80,6 @@ class Scaling:
         """What is followed; None if it is not."""
         return self._targets.get(key)
 
-    def initial_replicas(self, target: Target) -> int:
-        """With how many workers the Deployment is to be created."""
-        return self._scaler.initial_replicas(target)
-
     async def aclose(self) -> None:
         """Ends samples, writes and visits."""
         await self._sampler.aclose()

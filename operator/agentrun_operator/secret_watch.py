@@ -1,6 +1,7 @@
 """Notices that a Secret which an AgentRun names appears, changes, or vanishes. Knows names and versions, never contents."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from agentrun_operator.resources import AGENTRUNS, SECRETS, Key, Ref, Resource
 from agentrun_operator.work_queue import WorkQueue
 
 FORBIDDEN_SECONDS = 300.0
+FIRST_SPREAD_SECONDS = 10.0
 
 _log = structlog.get_logger(__name__)
 
@@ -54,10 +56,12 @@ class SecretWatch:
         if isinstance(news, Listing):
             listed = {ref_of(SECRETS, item): version_of(item) for item in news.items}
             known, self._versions = self._versions, listed
-            if known is not None:  # else the first full list has every AgentRun looked at anyway
-                for ref in known.keys() | listed.keys():
-                    if known.get(ref) != listed.get(ref):
-                        self._changed(ref)
+            if known is None:
+                self._first(listed)
+                return
+            for ref in known.keys() | listed.keys():
+                if known.get(ref) != listed.get(ref):
+                    self._changed(ref)
             return
         assert self._versions is not None, "a watch begins with a list"
         ref = ref_of(SECRETS, news.body)
@@ -66,6 +70,13 @@ class SecretWatch:
         else:
             self._versions[ref] = version_of(news.body)
         self._changed(ref)
+
+    def _first(self, listed: Mapping[Ref, str]) -> None:
+        """An AgentRun may have been looked at before this list, and its Secret have changed in between: that nobody else would tell."""
+        for ref, body in self._cache.of(AGENTRUNS).items():
+            names = secrets_named_in(body.get("spec"))
+            if any(Ref(SECRETS, ref.namespace, name) in listed for name in names):
+                self._queue.add(key_of(ref), after=FIRST_SPREAD_SECONDS * random.random())
 
     def _changed(self, secret: Ref) -> None:
         known, self._named = self._named, {}

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-MOST = 100_000
+MOST = 10_000
 _LONGEST_TEXT = 200
 
 

@@ -1,6 +1,5 @@
 """One look at a database or a Redis: may it be used? Opens a connection of its own and closes it again."""
 
-import asyncio
 from dataclasses import dataclass
 
 import asyncpg
@@ -11,9 +10,9 @@ from agentrun.domain.errors import BusMisconfigured, BusUnavailable, Configurati
 from agentrun.store import cron_tasks, dead_letters, migrations
 from agentrun.store.pool import Executor, connect, unavailable
 from agentrun_operator.facts import QueueFact, SchemaFact, StoreProblem
+from agentrun_operator.hanging_up import close
 
 ANSWER_SECONDS = 5.0
-_CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +52,9 @@ async def ask_database(url: str) -> tuple[DatabaseFact, bool]:
     except asyncpg.PostgresError:
         return _problem(StoreProblem.REFUSED), False
     finally:
-        try:
-            async with asyncio.timeout(_CLOSE_SECONDS):
-                await conn.close()
-        except (TimeoutError, OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
-            conn.terminate()
+        await close(conn)
     schema = SchemaFact(state.required, state.present, state.oldest_accepted, state.owner)
-    return DatabaseFact(schema, dead_lettered, schedules), state.present >= state.required
+    return DatabaseFact(schema, dead_lettered, schedules), state.present >= state.required and state.owner is not None
 
 
 async def _has_tables(conn: Executor) -> bool:

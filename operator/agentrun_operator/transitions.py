@@ -9,7 +9,7 @@ from agentrun_operator.checks import Finding
 from agentrun_operator.conditions import Status
 from agentrun_operator.facts import Object
 from agentrun_operator.reasons import ConditionType, EventReason, Reason
-from agentrun_operator.resources import DEPLOYMENTS, JOBS, Ref
+from agentrun_operator.resources import CONFIGMAPS, DEPLOYMENTS, JOBS, Ref
 from agentrun_operator.situation import Situation
 
 QUIET = frozenset(
@@ -66,14 +66,20 @@ def _of_status(situation: Situation, findings: Mapping[ConditionType, Finding]) 
 
 def _of_writes(situation: Situation, applies: Sequence[tuple[Ref, Object | None, Mapping[str, Any]]]) -> Iterator[Event]:
     for ref, live, body in applies:
-        if ref.resource == JOBS and live is None:
-            yield Event(EventReason.MIGRATION_STARTED, f"Job {ref.name} brings the schema up to date")
-        if ref.resource != DEPLOYMENTS or live is None:
-            continue
-        if not up_to_date(live, body):
-            if not same_pods(live, body):
-                yield Event(EventReason.ROLLED_OUT, f"Deployment {ref.name} gets new pods")
+        what = f"{ref.resource.kind} {ref.name}"
+        if ref.resource == JOBS:
+            if live is None:
+                yield Event(EventReason.MIGRATION_STARTED, f"Job {ref.name} brings the schema up to date")
+        elif live is None:
+            if situation.was_ready() and not _is_another(situation, ref):
+                yield Event(EventReason.DRIFT_CORRECTED, f"{what} was deleted by somebody else and is made again", warning=True)
+        elif not up_to_date(live, body):
+            if ref.resource == DEPLOYMENTS and not same_pods(live, body):
+                yield Event(EventReason.ROLLED_OUT, f"{what} gets new pods")
         elif situation.drifted(ref, live, body):
-            yield Event(
-                EventReason.DRIFT_CORRECTED, f"Deployment {ref.name} was changed by somebody else and is set right", warning=True
-            )
+            yield Event(EventReason.DRIFT_CORRECTED, f"{what} was changed by somebody else and is set right", warning=True)
+
+
+def _is_another(situation: Situation, ref: Ref) -> bool:
+    """A ConfigMap that no pod has had yet follows a change of the spec, or of this operator."""
+    return ref.resource == CONFIGMAPS and ref.name not in situation.configs_mounted

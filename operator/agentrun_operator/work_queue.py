@@ -31,6 +31,7 @@ class WorkQueue(Generic[K]):
         self._again: dict[K, float] = {}
         self._failures: dict[K, int] = {}
         self._changed = asyncio.Event()
+        self._closed = False
 
     def __len__(self) -> int:
         """Keys that wait, those of later included."""
@@ -41,8 +42,20 @@ class WorkQueue(Generic[K]):
         """The keys that are being handled now."""
         return frozenset(self._handled)
 
+    def close(self) -> None:
+        """Forgets all keys, and takes no more until `open`."""
+        self._closed = True
+        for known in (self._due, self._heap, self._again, self._failures):
+            known.clear()
+
+    def open(self) -> None:
+        """Takes keys again. A new queue does."""
+        self._closed = False
+
     def add(self, key: K, *, after: float = 0.0) -> None:
-        """Makes a key due in `after` seconds, or leaves it at its time if that is sooner."""
+        """Makes a key due in `after` seconds, or leaves it at its time if that is sooner. Nothing happens while the queue is closed."""
+        if self._closed:
+            return
         due = self._clock() + max(after, 0.0)
         if key in self._handled:
             self._again[key] = min(due, self._again.get(key, due))

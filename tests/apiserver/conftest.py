@@ -139,7 +139,7 @@ def operator_process(product_processes: ProductProcesses, tmp_path: Path, reques
         process = ProductProcess(name, command, settings, port, tmp_path / f"{name}.log")
         product_processes.started.append(process)
         if ready:
-            await process.ready()
+            await process.ready(within=180)  # the first one waits for the fork server's imports
         return process
 
     return start

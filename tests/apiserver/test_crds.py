@@ -46,7 +46,7 @@ async def _established(kube: Kube, name: str) -> None:
         found = await kube.get("customresourcedefinitions", "", name)
         return any(one["type"] == "Established" and one["status"] == "True" for one in found["status"]["conditions"])
 
-    await eventually(said, within=10, what=f"{name} is established")
+    await eventually(said, within=30, what=f"{name} is established")
 
 
 @pytest.fixture
@@ -60,6 +60,7 @@ async def copied(kube: Kube, crds_applied: KubeServer) -> AsyncIterator[tuple[st
     PLURALS[name] = PLURALS["agentruns"]
     await kube.apply("customresourcedefinitions", "", crd)
     await _established(kube, crd["metadata"]["name"])
+    await eventually(lambda: kube.request("GET", path(name, "default")), within=30, what=f"{name} is served")
     yield name, crd
     await kube.delete("customresourcedefinitions", "", crd["metadata"]["name"])
     del PLURALS[name]
@@ -152,7 +153,18 @@ async def test_the_columns_say_how_it_is(namespace: str, kube: Kube, kubectl: Ku
     }
     stored = await kube.patch("agentruns", namespace, "support", {"status": status}, subresource="status")
     await kube.create("crontasks", namespace, read(CRDS / "examples" / "valid" / "crontask-minimal.yaml"))
+    fired = {
+        "observedGeneration": 1,
+        "conditions": [condition("Accepted", "True", "Accepted", "stored")],
+        "lastScheduleTime": NOW,
+        "lastOutcome": "skipped_overlap",
+        "lastSuccessfulTime": NOW,
+        "nextScheduleTime": "2126-01-01T09:00:00Z",
+        "active": ["01a22a2b-72f6-70d0-a893-282eb34a3487"],
+    }
+    shown = await kube.patch("crontasks", namespace, "report", {"status": fired}, subresource="status")
 
+    assert shown["status"] == fired
     assert stored["status"] == status
     assert stored["metadata"]["generation"] == 1
     header, row = kubectl("get", "arun", "-n", namespace).splitlines()
@@ -160,7 +172,9 @@ async def test_the_columns_say_how_it_is(namespace: str, kube: Kube, kubectl: Ku
     assert row.split()[:-1] == ["support", "False", "SchemaBehind", "2/3", "7", "1"]
     assert "run agentrun migrate" in kubectl("get", "agentrun", "-n", namespace, "-o", "wide")
     header, row = kubectl("get", "ctask", "-n", namespace).splitlines()
-    assert header.split() == ["NAME", "AGENT", "SCHEDULE", "TIMEZONE", "SUSPENDED", "ACCEPTED", "REASON", "AGE"]
+    assert header.split() == ["NAME", "SCHEDULE", "TIMEZONE", "SUSPENDED", "LAST", "OUTCOME", "NEXT", "AGE"]
+    assert row.split()[1:8] == ["0", "9", "*", "*", "MON-FRI", "Etc/UTC", "false"]
+    assert row.split()[9:11] == ["skipped_overlap", "2126-01-01T09:00:00Z"]
     both = kubectl("get", "agents", "-n", namespace, "-o", "name").split()
     assert both == ["agentrun.agentrun.dev/support", "crontask.agentrun.dev/report"]
 
@@ -168,14 +182,14 @@ async def test_the_columns_say_how_it_is(namespace: str, kube: Kube, kubectl: Ku
 async def test_the_server_publishes_what_each_field_means(crds_applied: KubeServer, kube: Kube, kubectl: Kubectl) -> None:
     assert "How long an attempt owns its run without renewing" in kubectl("explain", "arun.spec.workers.leaseSeconds")
     assert "enum: Managed, External" in kubectl("explain", "arun.spec.scaling")
-    assert "does not fire them" in " ".join(kubectl("explain", "ctask").split())
+    assert "A schedule on which an agent is run" in " ".join(kubectl("explain", "ctask").split())
 
     async def published() -> bool:
         schemas = (await kube.request("GET", "/openapi/v3/apis/agentrun.dev/v1alpha1"))["components"]["schemas"]
         workers = schemas["dev.agentrun.v1alpha1.AgentRun"]["properties"]["spec"]["properties"]["workers"]["properties"]
         return bool(workers["leaseSeconds"]["default"] == 30)
 
-    await eventually(published, within=10, what="defaults are in the published schema")
+    await eventually(published, within=30, what="defaults are in the published schema")
 
 
 async def test_the_status_subresource_is_apart_from_the_spec(namespace: str, kube: Kube) -> None:
@@ -260,7 +274,7 @@ async def test_an_object_of_an_older_schema_can_still_be_worked_with(
         await kube.delete(name, namespace, "new")
         return False
 
-    await eventually(new_is_refused, within=10, what="the server uses the tightened schema")
+    await eventually(new_is_refused, within=30, what="the server uses the tightened schema")
 
     await kube.patch(name, namespace, "support", {"spec": {"suspend": True}})
     await kube.patch(name, namespace, "support", {"status": {"observedGeneration": 2}}, subresource="status")

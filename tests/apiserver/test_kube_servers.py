@@ -32,8 +32,8 @@ async def test_jobs_end_and_deployments_come_up_as_played(namespace: str, kube: 
     await play_kubelet(kube, namespace)
 
     for wait in ("job/good --for=condition=Complete", "job/bad --for=condition=Failed", "deploy/w --for=condition=Available"):
-        kubectl("wait", "-n", namespace, "--timeout=5s", *wait.split())
-    assert "successfully rolled out" in kubectl("rollout", "status", "-n", namespace, "deploy/w", "--timeout=5s")
+        kubectl("wait", "-n", namespace, "--timeout=30s", *wait.split())
+    assert "successfully rolled out" in kubectl("rollout", "status", "-n", namespace, "deploy/w", "--timeout=30s")
 
 
 async def test_with_the_workload_controllers_pods_are_made_and_become_ready(
@@ -46,7 +46,7 @@ async def test_with_the_workload_controllers_pods_are_made_and_become_ready(
         found: dict[str, Any] = await kube.get("deployments", namespace, "w")
         return REVISION in found["metadata"].get("annotations", {}) and found["status"].get("readyReplicas") == 2
 
-    await eventually(up, within=30, what="two pods are ready")
+    await eventually(up, within=60, what="two pods are ready")
     assert len(await kube.list("pods", namespace, labels="app=w")) == 2
 
 
@@ -61,4 +61,4 @@ async def test_what_an_owner_leaves_is_collected(namespace: str, kube: Kube) -> 
     async def gone() -> bool:
         return await kube.find("configmaps", namespace, "owned") is None
 
-    await eventually(gone, within=30, what="the owned object is collected")
+    await eventually(gone, within=60, what="the owned object is collected")

@@ -24,6 +24,7 @@ from agentrun_operator.kube import (
     Unavailable,
 )
 from agentrun_operator.kube_config import connection
+from agentrun_operator.metrics import API_REQUESTS
 from agentrun_operator.resources import CONFIGMAPS, DEPLOYMENTS, SECRETS, Ref
 
 
@@ -87,8 +88,28 @@ async def test_create_replace_patch_and_delete_say_conflict(client: Kube, space:
     assert await client.get(ref) is None
 
 
+async def test_what_is_made_anew_or_named_by_its_uid_touches_nothing_else(client: Kube, space: str) -> None:
+    ref, other = Ref(CONFIGMAPS, space, "a"), Ref(CONFIGMAPS, space, "b")
+    made = await client.apply(ref, {"data": {"x": "1"}}, manager="m", only_new=True)
+    foreign = await client.create(other, {"data": {"y": "theirs"}})
+    with pytest.raises(Conflict):
+        await client.apply(ref, {"data": {"x": "2"}}, manager="m", only_new=True)
+    with pytest.raises(Conflict):
+        await client.apply(other, {"data": {"x": "2"}}, manager="m", only_new=True)
+    uid = made["metadata"]["uid"]
+    with pytest.raises(Conflict):
+        await client.apply(other, {"metadata": {"uid": uid}, "data": {"x": "2"}}, manager="m")
+    with pytest.raises(Conflict):
+        await client.apply(Ref(CONFIGMAPS, space, "absent"), {"metadata": {"uid": uid}, "data": {"x": "2"}}, manager="m")
+    changed = await client.apply(ref, {"metadata": {"uid": uid}, "data": {"x": "3"}}, manager="m")
+
+    assert await client.get(other) == foreign
+    assert changed["data"] == {"x": "3"}
+    assert [(entry["manager"], entry["operation"]) for entry in changed["metadata"]["managedFields"]] == [("m", "Apply")]
+
+
 async def test_what_is_refused_is_not_tried_again(client: Kube, space: str, api_server: KubeServer) -> None:
-    began = time.monotonic()
+    before = _requests()
     with pytest.raises(Invalid, match="field not declared in schema"):
         await client.apply(Ref(DEPLOYMENTS, space, "a"), deployment(nope=1), manager="agentrun-operator")
     with pytest.raises(Invalid, match="Invalid"):
@@ -98,7 +119,13 @@ async def test_what_is_refused_is_not_tried_again(client: Kube, space: str, api_
     async with connected(api_server.kubeconfig_of("operator")) as stranger:
         with pytest.raises(Forbidden):
             await stranger.get(Ref(CONFIGMAPS, space, "a"))
-    assert time.monotonic() - began < 2
+    assert _requests() - before == 4
+
+
+def _requests() -> float:
+    """All requests of this process' clients, each try by itself."""
+    (family,) = API_REQUESTS.collect()
+    return sum(sample.value for sample in family.samples if sample.name.endswith("_total"))
 
 
 async def test_a_list_is_complete_over_its_pages(client: Kube, space: str) -> None:
@@ -120,7 +147,7 @@ async def test_a_served_group_names_its_kinds(client: Kube) -> None:
 
 
 async def test_a_retry_after_of_429_is_waited_for_or_handed_on(api_server: KubeServer, space: str, tmp_path: Path) -> None:
-    async with kube_front(api_server, tmp_path) as front, connected(front.kubeconfig) as kube:
+    async with kube_front(api_server, tmp_path) as front, connected(front.kubeconfig, seconds=120.0) as kube:
         slow = front.answer(lambda request: request.method == "PATCH", 429, headers={"Retry-After": "1"}, times=2)
         began = time.monotonic()
         await kube.apply(Ref(CONFIGMAPS, space, "a"), {"data": {}}, manager="m")
@@ -132,9 +159,9 @@ async def test_a_retry_after_of_429_is_waited_for_or_handed_on(api_server: KubeS
         handed_on = time.monotonic() - began
 
     assert slow.count == 2
-    assert 2 <= waited < 5
+    assert waited >= 2
     assert later.value.retry_after == 30
-    assert handed_on < 1
+    assert handed_on < 30
 
 
 async def test_short_outages_are_bridged_and_a_post_is_not_repeated(api_server: KubeServer, space: str, tmp_path: Path) -> None:
@@ -153,13 +180,14 @@ async def test_an_api_server_that_hangs_or_is_away_is_unavailable(tmp_path: Path
         await private_api_server.pause()
         began = time.monotonic()
         with pytest.raises(Unavailable, match="no answer"):
-            await kube.list(CONFIGMAPS)
+            async with asyncio.timeout(30):
+                await kube.list(CONFIGMAPS)
         hung = time.monotonic() - began
         await private_api_server.resume()
         await private_api_server.kill()
         with pytest.raises(Unavailable, match="cannot be reached"):
             await kube.list(CONFIGMAPS)
-    assert 0.9 < hung < 2
+    assert hung > 0.9
 
 
 async def test_the_metadata_of_secrets_are_followed_without_contents(client: Kube, kube: AdminKube, space: str) -> None:
@@ -175,11 +203,11 @@ async def test_the_metadata_of_secrets_are_followed_without_contents(client: Kub
 
     following = asyncio.create_task(follow())
     try:
-        await eventually(lambda: news, within=5, what="the list")
+        await eventually(lambda: news, within=30, what="the list")
         await kube.secret(space, "second", password="p2")
         await kube.secret(space, "second", password="p3")
         await kube.delete("secrets", space, "first")
-        await eventually(lambda: len(names()) == 3, within=5, what="three events")
+        await eventually(lambda: len(names()) == 3, within=30, what="three events")
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
@@ -201,7 +229,7 @@ async def test_ko_03_an_expired_version_of_the_metadata_watch_lists_anew(
         else:
             expired = front.answer(is_watch, 200, body={"type": "ERROR", "object": gone})
         listings = 0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             async for one in client.watch_metadata(SECRETS, namespace=space):
                 listings += isinstance(one, Listing)
                 if listings == 2:

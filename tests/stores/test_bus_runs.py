@@ -205,6 +205,12 @@ async def test_the_hash_equals_the_stream_whatever_happens(redis: Redis, work: W
         else:
             await work.republish(held(claimed.deliveries))
 
+    async def keep() -> None:
+        consumer = dice.choice("abc")
+        wanted = held(dice.sample(holding[consumer], min(len(holding[consumer]), 2)))
+        kept = await work.keep(consumer, wanted)
+        holding[consumer] += [Delivery(entry, one.run_id) for one, entry in zip(wanted, kept, strict=True) if entry]
+
     async def tidy() -> None:
         await work.trim()
         await work.retire_consumers(0)
@@ -214,7 +220,7 @@ async def test_the_hash_equals_the_stream_whatever_happens(redis: Redis, work: W
             await redis.flushall()
             await work.ensure_group()
 
-    acts = [publish, read, read, acknowledge, acknowledge, republish, reclaim, tidy]
+    acts = [publish, read, read, acknowledge, acknowledge, republish, reclaim, keep, tidy]
     for _ in range(40):
         await asyncio.gather(*(dice.choice(acts)() for _ in range(4)))
         await lose_everything()
@@ -261,6 +267,55 @@ async def test_refreshing_resets_idle_time_and_keeps_the_delivery_count(redis: R
     reclaimed = await work.autoclaim("reaper", idle_ms=30_000, cursor=BEGINNING, count=10)
     assert [delivery.entry_id for delivery in reclaimed.deliveries] == [other]
     assert await delivery_counts(redis) == {1}
+
+
+async def test_kept_entries_are_refreshed_and_those_of_others_stay_theirs(redis: Redis, work: WorkStream) -> None:
+    await work.publish(ids(3))
+    mine, claimed, done = held(await take(work))
+    await make_stale(redis, "a", [mine.entry_id or ""])
+    await make_stale(redis, "b", [claimed.entry_id or ""])
+    await work.acknowledge([done])
+    await work.publish([done.run_id or uuid4()])
+    assert await work.keep("a", [mine, claimed, done]) == [mine.entry_id, None, None]
+    assert await pending(redis) == {mine.entry_id: "a", claimed.entry_id: "b"}
+    assert await delivery_counts(redis) == {1}
+    reclaimed = await work.autoclaim("reaper", idle_ms=30_000, cursor=BEGINNING, count=10)
+    assert [delivery.entry_id for delivery in reclaimed.deliveries] == [claimed.entry_id]
+    await assert_the_hash_equals_the_stream(redis)
+
+
+@pytest.mark.parametrize("group", ["missing", "made anew"])
+async def test_what_is_worked_on_is_put_back_after_flushall(redis: Redis, work: WorkStream, group: str) -> None:
+    await work.publish(ids(2))
+    before = held(await take(work))
+    await redis.flushall()
+    if group == "made anew":
+        await work.ensure_group()
+    entries = await work.keep("a", before)
+    assert await pending(redis) == dict.fromkeys(entries, "a")
+    assert await work.keep("a", before) == entries, "it is put back once, although the caller has not heard of it"
+    assert await take(work, consumer="b") == [], "it is delivered to nobody else"
+    await assert_the_hash_equals_the_stream(redis)
+    await work.acknowledge([Held(one.run_id, entry) for one, entry in zip(before, entries, strict=True)])
+    assert await pending(redis) == {} and await work.publish([one.run_id for one in before if one.run_id]) == 2
+
+
+async def test_what_is_put_back_lets_what_waits_be_delivered(redis: Redis, work: WorkStream) -> None:
+    await work.publish(ids(1))
+    before = held(await take(work))
+    await redis.flushall()
+    await work.ensure_group()
+    (waiting,) = ids(1)
+    await work.publish([waiting])
+    (entry,) = await work.keep("a", before)
+    await assert_the_hash_equals_the_stream(redis)
+    delivered = await take(work, consumer="b")
+    assert [one.run_id for one in delivered] == [waiting, before[0].run_id]
+    await work.acknowledge(held(delivered[1:]))  # as for any run whose lease is alive
+    (again,) = await work.keep("a", [Held(before[0].run_id, entry)])
+    assert await take(work, consumer="b") == []
+    assert await pending(redis) == {delivered[0].entry_id: "b", again: "a"}
+    await assert_the_hash_equals_the_stream(redis)
 
 
 async def test_an_entry_is_given_back_to_its_owner_unless_it_is_done(redis: Redis, work: WorkStream) -> None:

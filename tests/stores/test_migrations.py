@@ -84,6 +84,16 @@ async def test_a_newer_schema_is_left_alone(database_url: str) -> None:
     await conn.close()
 
 
+async def test_a_newer_schema_is_reserved_all_the_same_and_no_other_agentrun_gets_it(database_url: str) -> None:
+    conn = await asyncpg.connect(database_url)
+    await conn.execute("INSERT INTO schema_versions (version, name, checksum) VALUES ($1, 'future', 'x')", LATEST + 1)
+    assert await migrate(database_url, owner="ns/a", say=quiet) == 0
+    assert (await check(conn)).owner == "ns/a"
+    with pytest.raises(SchemaMismatch, match="belongs to the AgentRun ns/a"):
+        await migrate(database_url, owner="ns/b", say=quiet)
+    await conn.close()
+
+
 async def test_an_empty_database_has_schema_0(empty_database_url: str) -> None:
     conn = await connect(empty_database_url)
     assert (await check(conn)).present == 0

@@ -1,6 +1,7 @@
 """The sampler and the operator's reaper on real stores: many AgentRuns at once, wakes, outages, and an entry that a dead worker left."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,10 +14,10 @@ from fault_proxy import FaultProxy
 from processes import Product, ProductProcesses
 from redis.asyncio import Redis
 from run_factory import claimed, submitted
-from store_servers import PrivateServer
+from store_servers import Databases, PrivateServer
 from waiting import eventually
 
-from agentrun.bus.connection import connect
+from agentrun.bus.connection import ReadOnly, connect
 from agentrun.bus.keys import GROUP, Keys
 from agentrun.bus.lag import Demand, ManySampler, Question, Reading
 from agentrun.bus.runs import WorkStream
@@ -24,9 +25,10 @@ from agentrun.control.scaling import Bounds
 from agentrun.domain.errors import AgentrunError
 from agentrun.domain.states import Outcome, RunStatus
 from agentrun.maintenance.reaper import Limits
-from agentrun.store import attempts, runs
+from agentrun.store import attempts, migrations, runs
 from agentrun.store.pool import Pool, create_pool
 from agentrun_operator.cache import ObjectCache
+from agentrun_operator.metrics import REAPED
 from agentrun_operator.reaper import FleetReaper
 from agentrun_operator.resources import DEPLOYMENTS, Key, Ref
 from agentrun_operator.sampler import Sample, Sampler
@@ -253,6 +255,73 @@ async def test_a_redis_that_hangs_is_unknown_and_delays_no_other(
     await sampler.aclose()
 
 
+async def test_a_sample_tells_when_the_group_was_made_anew(redis: Redis, redis_url: str, seen: Seen) -> None:
+    """Whoever makes the group anew: here a worker does, before the sampler looks."""
+    await publish(redis, "a", 3)
+    await read(redis, "a", "a-worker-x-1-00000001", 3)
+    sampler = Sampler(seen, tick_seconds=0.1)
+    sampler.watch(target("a", redis_url))
+    await seen.shows("a", Demand(0, 3, 0))
+
+    def age() -> float:
+        found = seen.of("a")[-1].age_seconds
+        assert found is not None
+        return found
+
+    await eventually(lambda: age() > 2, within=5, what="the group is some seconds old")
+    await redis.flushall()
+    await read(redis, "a", "a-worker-x-1-00000001", 1)
+    seen.all.clear()
+    await seen.shows("a", Demand(0, 0, 0))
+    assert age() < 1
+    await eventually(lambda: age() > 2, within=5, what="its age grows")
+    await redis.delete(Keys("shop", "a").runs)
+    await eventually(lambda: age() < 1, within=5, what="the sampler has made the group")
+    await redis.delete(Keys("shop", "a").born)
+    await eventually(lambda: seen.of("a")[-1].age_seconds is None, within=5, what="a former version made it")
+    await sampler.aclose()
+
+
+async def test_rs_22_a_demoted_primary_is_not_believed(private_redis: PrivateServer, seen: Seen) -> None:
+    client = await connect(private_redis.url)
+    await publish(client, "a", 2)
+    sampler = Sampler(seen, tick_seconds=0.2)
+    sampler.watch(target("a", private_redis.url))
+    await seen.shows("a", Demand(2, 0, 0))
+    await eventually(lambda: _subscribers(client, "a"), within=5, what="the wake channel is followed")
+    mine = await client.client_id()
+    before = {one["id"] for one in await client.client_list()} - {str(mine)}
+    assert len(before) == 2, "one connection for looks and one for the channels"
+    await client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    await seen.shows("a", None)
+    assert "replica" in seen.of("a")[-1].problem
+
+    async def connected_anew() -> bool:
+        return not before & {one["id"] for one in await client.client_list()}
+
+    await eventually(connected_anew, within=5, what="no connection from before is left")
+    await client.execute_command("REPLICAOF", "NO", "ONE")
+    await seen.shows("a", Demand(2, 0, 0), within=10)
+    await eventually(lambda: _subscribers(client, "a"), within=10, what="the wake channel is followed again")
+    await publish(client, "a")
+    await seen.shows("a", Demand(3, 0, 0))
+    await sampler.aclose()
+    await client.aclose()
+
+
+async def test_rs_22_a_user_who_may_not_ask_for_the_role_learns_of_it_by_the_refusal(private_redis: PrivateServer) -> None:
+    client = await connect(private_redis.url)
+    await client.execute_command("ACL", "SETUSER", "default", "-role")
+    many = ManySampler(client.connection_pool)
+    known, fresh = (Question(Keys("shop", name), IDLE_MS) for name in ("a", "b"))
+    assert await many.sample([known]) == [Reading(Demand(0, 0, 0))]
+    await client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(ReadOnly):
+        await many.sample([known, fresh])
+    await many.aclose()
+    await client.aclose()
+
+
 async def test_sc_03_a_missing_stream_is_made_and_the_others_are_as_before(redis: Redis, redis_url: str, seen: Seen) -> None:
     await publish(redis, "other", 3)
     sampler = Sampler(seen, tick_seconds=0.1)
@@ -447,27 +516,152 @@ async def test_a_schema_that_is_not_ready_is_not_looked_into(redis: Redis, redis
         assert fleet.reaper.visits == 0
 
 
-async def test_many_databases_share_few_connections(redis_url: str, database_url: str, pool: Pool) -> None:
-    """Databases that hang hold a place for a limited time, and all others get their turn."""
-    cache = ObjectCache()
-    reaper = FleetReaper(cache, identity="operator-1", connections=2, scheduler_grace_seconds=0)
-    runs_of: list[UUID] = []
-    for number in range(12):
-        one = target(f"a{number}", redis_url, database_url=database_url, limits=Limits(2, 2, 1, 3))
-        reaper.watch(one)
-        run = await submitted(pool, session=f"s{number}")
-        await claimed(pool, run.run_id, lease=0.01)
-        runs_of.append(run.run_id)
-    most = 0
-    for number in range(12):
+@contextlib.asynccontextmanager
+async def silent_database() -> AsyncIterator[str]:
+    """A server that takes connections and says nothing."""
+
+    clients: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _reader, writer: clients.append(writer), "127.0.0.1", 0)
+    try:
+        yield f"postgresql://u:p@127.0.0.1:{server.sockets[0].getsockname()[1]}/d"
+    finally:
+        server.close()
+        for client in clients:
+            client.close()
+
+
+def failed_visits() -> float:
+    return REAPED.labels("failed")._value.get()
+
+
+async def _lost_run(pool: Pool, session: str = "s1") -> UUID:
+    """A run whose attempt is past its lease."""
+    run = await submitted(pool, session=session)
+    await claimed(pool, run.run_id, lease=0.01)
+    return run.run_id
+
+
+async def test_many_databases_share_few_connections(redis_url: str, databases: Databases) -> None:
+    """Twelve databases, two places: each is opened in its turn, and all runs are taken over."""
+    reaper = FleetReaper(ObjectCache(), identity="operator-1", connections=2, scheduler_grace_seconds=0)
+    async with contextlib.AsyncExitStack() as stack:
+        pools: list[Pool] = []
+        lost: list[UUID] = []
+        for number in range(12):
+            url = await stack.enter_async_context(databases.migrated())
+            pools.append(await create_pool(url, 1))
+            stack.push_async_callback(pools[-1].close)
+            lost.append(await _lost_run(pools[-1]))
+            reaper.watch(target(f"a{number}", redis_url, database_url=url, limits=Limits(4, 4, 1, 3)))
+        for number in range(12):
+            reaper.on_sample(Key("shop", f"a{number}"), Sample(time.monotonic(), None))
+        stack.push_async_callback(reaper.aclose)
+        most = 0
+
+        async def all_wait_again() -> bool:
+            nonlocal most
+            found = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'agentrun-operator'"
+            most = max(most, await pools[0].fetchval(found))
+            return all([await status(pool, run) is RunStatus.PENDING for pool, run in zip(pools, lost, strict=True)])
+
+        await eventually(all_wait_again, within=60, what="all are taken over")
+        assert reaper.visits == 12
+        assert 1 <= most <= 3, "two places, and one that is about to close"
+
+
+async def test_databases_that_hang_keep_no_other_from_its_turn(redis_url: str, database_url: str, pool: Pool) -> None:
+    """As many as there are places, and more: those that have failed once wait for places of their own."""
+    reaper = FleetReaper(ObjectCache(), identity="operator-1", connections=2, scheduler_grace_seconds=0)
+    async with silent_database() as hanging:
+        before = failed_visits()
+        for key in [Key("shop", f"h{number}") for number in range(12)]:
+            reaper.watch(target(key.name, redis_url, database_url=hanging, limits=Limits(4, 4, 1, 3)))
+            reaper.on_sample(key, Sample(time.monotonic(), None))
+        await eventually(lambda: failed_visits() - before >= 12, within=60, what="each has failed once")
+        run = await _lost_run(pool)
+        reaper.watch(target("good", redis_url, database_url=database_url, limits=Limits(4, 4, 1, 3)))
+        begun = time.monotonic()
+        reaper.on_sample(Key("shop", "good"), Sample(begun, None))
+
+        async def waits_again() -> bool:
+            return await status(pool, run) is RunStatus.PENDING
+
+        await eventually(waits_again, within=15, what="the run is taken over")
+        assert reaper.visits == 13
+        await reaper.aclose()
+
+
+async def test_more_agentruns_than_can_be_looked_at_in_half_a_lease_take_turns(
+    redis_url: str, database_url: str, pool: Pool
+) -> None:
+    """Of 40 visits with a lease of 2 s each: to look at all of them at the same pace would break every contact."""
+    reaper = FleetReaper(ObjectCache(), identity="operator-1", scheduler_grace_seconds=0)
+    lost = await _lost_run(pool)
+    for number in range(40):
+        reaper.watch(target(f"a{number}", redis_url, database_url=database_url, limits=Limits(2, 2, 1, 3)))
         reaper.on_sample(Key("shop", f"a{number}"), Sample(time.monotonic(), None))
 
-    async def all_wait_again() -> bool:
-        nonlocal most
-        most = max(most, await open_connections(pool))
-        return all(look.status is RunStatus.PENDING for look in (await runs.look(pool, runs_of)).values())
+    async def waits_again() -> bool:
+        return await status(pool, lost) is RunStatus.PENDING
 
-    await eventually(all_wait_again, within=30, what="all are taken over")
-    assert reaper.visits == 12
+    await eventually(waits_again, within=30, what="the run is taken over")
+    last = await _lost_run(pool, session="s2")
+    for number in range(39):
+        reaper.forget(Key("shop", f"a{number}"))
+    await eventually(lambda: _is(pool, last, RunStatus.PENDING), within=30, what="the last one has its turn as well")
+    assert reaper.visits == 1
     await reaper.aclose()
-    assert most <= 3, "two places, and one that is about to close"
+
+
+async def _is(pool: Pool, run_id: UUID, expected: RunStatus) -> bool:
+    return await status(pool, run_id) is expected
+
+
+async def test_while_redis_hangs_leases_are_looked_after(private_redis: PrivateServer, database_url: str, pool: Pool) -> None:
+    lost = await _lost_run(pool)
+    fleet = Fleet(database_url, private_redis.url, scheduler=False)
+    fleet.target = replace(fleet.target, limits=Limits(4, 4, 1, 3))
+    async with fleet:
+        await eventually(lambda: fleet.reaper.visits == 1, within=5, what="a visit begins")
+        await private_redis.pause()
+        try:
+            await eventually(lambda: _is(pool, lost, RunStatus.PENDING), within=40, what="the run is taken over")
+        finally:
+            await private_redis.resume()
+
+
+@pytest.mark.parametrize("change", ["forgotten", "another object", "another Redis", "another database"])
+async def test_a_visit_ends_when_what_it_depends_on_changes(
+    private_redis: PrivateServer, private_postgres: PrivateServer, redis_url: str, database_url: str, change: str
+) -> None:
+    """Nothing stays open at the stores that are not this AgentRun's any more."""
+    await migrations.migrate(private_postgres.url, say=lambda _: None)
+    client = await connect(private_redis.url)
+    pool = await create_pool(private_postgres.url, 1)
+    reaper = FleetReaper(ObjectCache(), identity="operator-1", scheduler_grace_seconds=0)
+    old = target("a", private_redis.url, database_url=private_postgres.url, limits=Limits(4, 4, 1, 3))
+    reaper.watch(old)
+    reaper.on_sample(old.key, Sample(time.monotonic(), None))
+
+    async def connections() -> tuple[bool, bool]:
+        """Whether the reaper has one to Redis, and one to Postgres."""
+        return len(await client.client_list()) > 1, await open_connections(pool) > 0
+
+    async def are(redis: bool, postgres: bool) -> bool:
+        return await connections() == (redis, postgres)
+
+    await eventually(lambda: are(True, True), within=10, what="the reaper is at work")
+    match change:
+        case "forgotten":
+            reaper.forget(old.key)
+        case "another object":
+            reaper.watch(replace(old, uid="successor"))
+        case "another Redis":
+            reaper.watch(replace(old, redis_url=redis_url))
+        case _:
+            reaper.watch(replace(old, database_url=database_url))
+    await eventually(lambda: are(False, False), within=5, what="the visit has ended")
+    assert reaper.visits == 0
+    await reaper.aclose()
+    await pool.close()
+    await client.aclose()

@@ -19,6 +19,7 @@ from worker_bench import KEYS, LIMITS, Bench, bench, echo, say, worker
 from agentrun.agents.base import Context, Result, Usage
 from agentrun.agents.failures import AgentFailure
 from agentrun.bus.control import Control, ControlAction, ControlMessage
+from agentrun.bus.lag import Demand, ManySampler, Question, Reading
 from agentrun.domain.errors import BusMisconfigured, Fenced
 from agentrun.domain.states import RunStatus
 from agentrun.manifests import load_one
@@ -183,6 +184,32 @@ async def test_a_postgres_that_hangs_costs_no_run(stores: Bench) -> None:
 
 
 # ---------------------------------------------------------------- leases
+
+
+async def test_rs_23_a_run_at_work_counts_as_work_again_after_redis_lost_its_data(stores: Bench) -> None:
+    go = asyncio.Event()
+
+    async def busy(context: Context) -> Result:
+        await go.wait()
+        return Result("ok")
+
+    async with worker(busy, stores) as (made, executor):
+        runs = [(await stores.submit("x", session=f"s{n}"))[0] for n in range(2)]
+        await eventually(lambda: len(executor.started) == 2, within=5, what="both runs are at work")
+        await stores.redis.flushall()
+
+        sampler = ManySampler(stores.redis.connection_pool)
+
+        async def is_counted() -> bool:
+            (reading,) = await sampler.sample([Question(KEYS, 60_000)])
+            assert isinstance(reading, Reading)
+            return reading.demand == Demand(0, 2, 0) and dict(reading.held) == {made.name: 2}
+
+        await eventually(is_counted, within=5, what="the runs are counted, and whose they are")
+        await sampler.aclose()
+        go.set()
+        assert set(await stores.ended(*runs)) == {RunStatus.SUCCEEDED}
+        await stores.nothing_held()
 
 
 async def test_rs_13_a_run_that_lasts_longer_than_leases_and_idle_times_stays_with_its_worker(stores: Bench) -> None:

@@ -21,7 +21,8 @@ Without a script it answers "You said: …" word by word. Directives in the last
     [[nousage]]                     no usage at the end
 
 Usage: prompt tokens = characters of all messages / 4, half of them cached; completion tokens = characters answered / 4, a quarter of
-them reasoning. GET /counts: calls, finished, cut by the client, tokens. GET /requests: every body. POST /reset.
+them reasoning. GET /counts: calls, finished, cut by the client, tokens. GET /requests: every body. POST /reset. POST /marks/NAME
+counts NAME: what a tool does is counted where no crash of its worker can lose it.
 """
 
 import argparse
@@ -68,8 +69,9 @@ class Plan:
 class FakeProvider:
     """The server. `counts` and `requests` are its memory; `base` is its address."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, *, host: str = "127.0.0.1") -> None:
         self.port = port
+        self._host = host
         self.requests: list[dict[str, Any]] = []
         self.counts: Counter[str] = Counter()
         self._tries: Counter[str] = Counter()
@@ -85,7 +87,7 @@ class FakeProvider:
 
     async def start(self) -> None:
         """Listens in the running loop."""
-        self._server = await asyncio.start_server(self._connection, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._connection, self._host, self.port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -159,6 +161,9 @@ class FakeProvider:
             await _reply(writer, 200, dict(self.counts))
         elif method == "GET" and path == "/requests":
             await _reply(writer, 200, self.requests)
+        elif method == "POST" and path.startswith("/marks/"):
+            self.counts[path.removeprefix("/marks/")] += 1
+            await _reply(writer, 200, {})
         elif method == "POST" and path == "/reset":
             self.reset()
             await _reply(writer, 200, {})
@@ -393,7 +398,9 @@ def main() -> None:
     """Serves until it is told to end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
-    with FakeProvider(parser.parse_args().port) as provider:
+    parser.add_argument("--host", default="127.0.0.1")
+    given = parser.parse_args()
+    with FakeProvider(given.port, host=given.host) as provider:
         print(provider.url, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:

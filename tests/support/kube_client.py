@@ -1,8 +1,10 @@
 """Objects of the API server in tests: read, write, and do what a kubelet would do."""
 
+import base64
+import contextlib
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Literal
@@ -10,6 +12,8 @@ from typing import Any, Literal
 import httpx2
 import yaml
 from kube_servers import KubeServer
+
+from agentrun.store.migrations import migrate
 
 Document = dict[str, Any]
 
@@ -51,7 +55,7 @@ class Kube:
             base_url=server.url,
             headers={"Authorization": f"Bearer {server.token}"},
             verify=ssl.create_default_context(cafile=str(server.certificate)),
-            timeout=10,
+            timeout=30,
             trust_env=False,
         )
 
@@ -105,6 +109,23 @@ class Kube:
         except Refused as refused:
             if refused.status != 404:
                 raise
+
+    async def history(self, plural: str, namespace: str, *, since: int) -> Sequence[Document]:
+        """Every state that the objects have had after a revision, as a watch tells it, up to what there is now."""
+        now = [one["metadata"]["resourceVersion"] for one in await self.list(plural, namespace)]
+        left = {version for version in now if int(version) > since}
+        query = {"watch": "true", "resourceVersion": str(since), "timeoutSeconds": "60"}
+        told: list[Document] = []
+        if not left:
+            return told
+        async with self._client.stream("GET", path(plural, namespace), params=query) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                told.append(json.loads(line)["object"])
+                left.discard(told[-1]["metadata"].get("resourceVersion", ""))
+                if not left:
+                    return told
+        raise AssertionError(f"the watch of {plural} since {since} ended without {left}")
 
     async def secret(self, namespace: str, name: str, **values: str) -> Document:
         """A Secret with these keys, made or changed."""
@@ -174,24 +195,41 @@ async def play_kubelet(
     name: str | None = None,
     ready: int | None = None,
     jobs: Literal["Complete", "Failed"] | None = "Complete",
+    migrates: bool = False,
 ) -> None:
     """One look at the namespace, as controllers and kubelets would do it: Deployments come up, unfinished Jobs end as `jobs`.
 
     name    only the Deployment or Job of this name
     ready   how many replicas are ready; None means all of them
     jobs    None leaves Jobs alone
-    Where the deployment controller runs, its pods are made ready and it says the rest itself.
+    migrates  Jobs that are completed do what `agentrun migrate` does in their pods, with the database in their Secret
+    Where the deployment controller runs, its pods are made ready and it says the rest itself. What goes meanwhile is left out.
     """
     for deployment in await kube.list("deployments", namespace):
         if name in (None, deployment["metadata"]["name"]) and REVISION not in deployment["metadata"].get("annotations", {}):
-            await set_deployment_status(kube, deployment, ready=ready)
+            with _may_be_gone():
+                await set_deployment_status(kube, deployment, ready=ready)
     for pod in await kube.list("pods", namespace):
         if "deletionTimestamp" not in pod["metadata"] and not _is_ready(pod):
-            await set_pod_ready(kube, pod)
+            with _may_be_gone():
+                await set_pod_ready(kube, pod)
     for job in await kube.list("jobs", namespace) if jobs else []:
         finished = any(one["status"] == "True" for one in job.get("status", {}).get("conditions") or [])
         if jobs and not finished and name in (None, job["metadata"]["name"]):
-            await set_job_status(kube, job, jobs)
+            with _may_be_gone():
+                if migrates and jobs == "Complete":
+                    await run_migration(kube, job)
+                await set_job_status(kube, job, jobs)
+
+
+@contextlib.contextmanager
+def _may_be_gone() -> Iterator[None]:
+    """Controllers delete what was listed a moment ago."""
+    try:
+        yield
+    except Refused as refused:
+        if refused.status != 404:
+            raise
 
 
 REVISION = "deployment.kubernetes.io/revision"
@@ -226,7 +264,8 @@ async def set_job_status(kube: Kube, job: Document, outcome: Literal["Complete",
         "Failed": ("FailureTarget", "BackoffLimitExceeded"),
     }[outcome]
     status = {
-        "startTime": now,
+        "startTime": job.get("status", {}).get("startTime", now),
+        "active": 0,
         **({"completionTime": now} if outcome == "Complete" else {}),
         **count,
         "ready": 0,
@@ -235,6 +274,17 @@ async def set_job_status(kube: Kube, job: Document, outcome: Literal["Complete",
         "conditions": [_condition(before, True, reason), _condition(outcome, True, reason)],
     }
     return await _status(kube, "jobs", job, status)
+
+
+async def run_migration(kube: Kube, job: Document) -> None:
+    """What the pod of a migration Job does."""
+    namespace = job["metadata"]["namespace"]
+    env = {one["name"]: one for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}
+    ref = env["DATABASE_URL"]["valueFrom"]["secretKeyRef"]
+    secret = await kube.get("secrets", namespace, ref["name"])
+    url = base64.b64decode(secret["data"][ref["key"]]).decode()
+    owner = f"{env['AGENTRUN_NAMESPACE']['value']}/{env['AGENTRUN_NAME']['value']}"
+    await migrate(url, owner=owner, say=lambda _: None)
 
 
 async def set_pod_ready(kube: Kube, pod: Document) -> Document:

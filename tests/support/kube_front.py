@@ -46,7 +46,7 @@ class KubeFront:
     kubeconfig: Path
     requests: list[str] = field(default_factory=list)
     _rules: list[Misbehaviour] = field(default_factory=list)
-    _passing: asyncio.Event = field(default_factory=asyncio.Event)
+    _held: asyncio.Event | None = None
     _frozen: set[asyncio.Task[Any]] = field(default_factory=set)
     _streams: set[asyncio.Task[Any]] = field(default_factory=set)
     _cut: bool = False
@@ -69,6 +69,15 @@ class KubeFront:
     def freeze_watches(self) -> None:
         """The watches of now stay open and say nothing more; what is opened later works."""
         self._frozen |= self._streams
+
+    def hold_watches(self) -> None:
+        """Watches say nothing until `release_watches`: then all that they would have said."""
+        self._held = self._held or asyncio.Event()
+
+    def release_watches(self) -> None:
+        if self._held is not None:
+            self._held.set()
+            self._held = None
 
     def cut(self) -> None:
         """Nothing gets through, and what is open is closed."""
@@ -115,6 +124,8 @@ class KubeFront:
                 async for piece in upstream.content.iter_any():
                     if task in self._frozen:
                         await asyncio.Event().wait()
+                    if self._held is not None:
+                        await self._held.wait()
                     await response.write(piece)
             finally:
                 self._streams.discard(task)

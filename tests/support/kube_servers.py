@@ -6,30 +6,33 @@ and no scheduler run, so no pod ever starts: tests say what pods and jobs do wit
 
 import base64
 import contextlib
+import http.client
 import json
 import os
 import secrets
+import shutil
 import signal
 import ssl
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kube_process import STOP_SECONDS, ServerProcess
 from processes import free_port
 from waiting import eventually
-
-from agentrun.dev import launch
 
 VARIABLE = "KUBEBUILDER_ASSETS"
 PROGRAMS = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
 READY_SECONDS = 60.0
-STOP_SECONDS = 10.0
+PUBLISHED_SECONDS = 60.0
+PAUSE_SECONDS = 10.0
 
 CRDS = Path(__file__).parents[2] / "crds"
+API_PATH = "apis/agentrun.dev/v1alpha1"
+KINDS = ("AgentRun", "CronTask")
 COLLECTORS = ("garbage-collector-controller", "namespace-controller")
 """Controllers that delete what belongs to a deleted owner or namespace."""
 WORKLOADS = ("deployment-controller", "replicaset-controller")
@@ -56,52 +59,6 @@ class KubeError(Exception):
     """A server or kubectl did not do what it was asked for."""
 
 
-class _Process:
-    """One server process with its log."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name = name
-        self.log = folder / f"{name}.log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def spawn(self, arguments: Sequence[str]) -> None:
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                launch.command([program(self.name), *arguments], last_signal=signal.SIGKILL),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None and self.running else None
-
-    def send(self, what: signal.Signals) -> None:
-        if self._process is not None:
-            self._process.send_signal(what)
-
-    def end(self, what: signal.Signals = signal.SIGTERM) -> None:
-        """Sends the signal, waits, and kills what does not end."""
-        if self._process is None:
-            return
-        self.send(what)
-        self.send(signal.SIGCONT)
-        try:
-            self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def tail(self, lines: int = 15) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
-
-
 class KubeServer:
     """An API server with its own etcd. Ports, certificates, tokens and data stay the same over stops, kills and starts.
 
@@ -114,10 +71,11 @@ class KubeServer:
         self.url = f"https://127.0.0.1:{self.port}"
         self._tokens = {ADMIN: secrets.token_hex(16), OPERATOR: secrets.token_hex(16)}
         self.certificate = folder / "certificates" / "apiserver.crt"
+        self._kubectl_cache = folder / "kubectl"
         self._arguments = list(arguments)
-        self._etcd = _Process("etcd", folder)
-        self.apiserver = _Process("kube-apiserver", folder)
-        self._controllers: list[_Process] = []
+        self._etcd = ServerProcess(program("etcd"), folder)
+        self.apiserver = ServerProcess(program("kube-apiserver"), folder)
+        self._controllers: list[ServerProcess] = []
         self._etcd_arguments = [
             f"--data-dir={folder / 'etcd'}",
             f"--listen-client-urls=http://127.0.0.1:{self._etcd_port}",
@@ -173,22 +131,12 @@ class KubeServer:
         for process in (self._etcd, self.apiserver):
             if not process.running:
                 raise KubeError(f"{process.name} ended:\n{process.tail()}")
-        with contextlib.suppress(OSError, urllib.error.URLError, ssl.SSLError):
-            request = urllib.request.Request(f"{self.url}/readyz", headers={"Authorization": f"Bearer {self.token}"})
-            context = ssl.create_default_context(cafile=str(self.certificate))
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
-            with opener.open(request, timeout=2) as answer:
-                return bool(answer.read() == b"ok")
-        return False
+        return self._read("/readyz") == b"ok"
 
     def start_now(self) -> None:
         """Starts and waits, for fixtures of the session."""
         self.spawn()
-        deadline = time.monotonic() + READY_SECONDS
-        while not self.is_ready():
-            if time.monotonic() > deadline:
-                raise KubeError(f"kube-apiserver is not ready after {READY_SECONDS:g} s:\n{self.apiserver.tail()}")
-            time.sleep(0.05)
+        self._wait(self.is_ready, within=READY_SECONDS, what="kube-apiserver is ready")
 
     async def start(self) -> None:
         """Returns when it answers."""
@@ -204,8 +152,9 @@ class KubeServer:
         await self._end(self.apiserver, signal.SIGKILL)
 
     async def pause(self) -> None:
-        """SIGSTOP: connections stay, nothing answers."""
+        """SIGSTOP: connections stay, and nothing answers any more when this returns."""
         self.apiserver.send(signal.SIGSTOP)
+        await eventually(lambda: self.apiserver.stopped, within=PAUSE_SECONDS, what="all threads of kube-apiserver stand still")
 
     async def resume(self) -> None:
         self.apiserver.send(signal.SIGCONT)
@@ -218,7 +167,7 @@ class KubeServer:
 
     def start_controllers(self, names: Sequence[str] = COLLECTORS) -> Callable[[], None]:
         """A controller manager with these controllers; returns what stops it again."""
-        process = _Process("kube-controller-manager", self.folder)
+        process = ServerProcess(program("kube-controller-manager"), self.folder)
         process.log = self.folder / f"kube-controller-manager-{len(self._controllers)}.log"
         process.spawn(
             [
@@ -233,10 +182,10 @@ class KubeServer:
         self._controllers.append(process)
         return process.end
 
-    def kubectl(self, *arguments: str, stdin: str | None = None, within: float = 30.0) -> str:
+    def kubectl(self, *arguments: str, stdin: str | None = None, within: float = 60.0) -> str:
         """What kubectl prints. Raises KubeError with what it says on stderr if it fails."""
         told = subprocess.run(
-            [program("kubectl"), f"--kubeconfig={self.kubeconfig}", f"--cache-dir={self.folder / 'kubectl'}", *arguments],
+            [program("kubectl"), f"--kubeconfig={self.kubeconfig}", f"--cache-dir={self._kubectl_cache}", *arguments],
             input=stdin,
             capture_output=True,
             text=True,
@@ -248,17 +197,50 @@ class KubeServer:
         return told.stdout
 
     def apply_crds(self) -> None:
-        """Both CRDs, established when this returns."""
+        """Both CRDs, established and published when this returns: discovery and the schemas come after "Established"."""
         self.kubectl("apply", "--server-side", "-f", str(CRDS))
         names = [f"crd/{file.stem}.agentrun.dev" for file in CRDS.glob("*.yaml")]
-        self.kubectl("wait", "--for=condition=Established", "--timeout=20s", *names)
+        self.kubectl("wait", "--for=condition=Established", "--timeout=50s", *names, within=PUBLISHED_SECONDS)
+        self._wait(self._is_published, within=PUBLISHED_SECONDS, what="both kinds are in discovery and OpenAPI")
+        # kubectl has kept what there was before them, and looks at that first.
+        shutil.rmtree(self._kubectl_cache, ignore_errors=True)
 
     def discard(self) -> None:
         """The end of everything, data included when the folder goes."""
         for process in (*self._controllers, self.apiserver, self._etcd):
             process.end(signal.SIGKILL)
 
-    async def _end(self, process: _Process, what: signal.Signals) -> None:
+    def _is_published(self) -> bool:
+        """Whether discovery, the index of schemas, and the schemas know both kinds."""
+        served = self._look(f"/{API_PATH}").get("resources", ())
+        indexed = self._look("/openapi/v3").get("paths", {})
+        schemas = self._look(f"/openapi/v3/{API_PATH}").get("components", {}).get("schemas", {})
+        kinds = {item["kind"] for item in served} & {name.rpartition(".")[2] for name in schemas}
+        return set(KINDS) <= kinds and API_PATH in indexed
+
+    def _read(self, path: str) -> bytes:
+        """What the administrator reads there; nothing if the answer is an error, or there is none."""
+        with contextlib.suppress(OSError, http.client.HTTPException):  # errors of urllib and ssl are OSErrors
+            request = urllib.request.Request(f"{self.url}{path}", headers={"Authorization": f"Bearer {self.token}"})
+            context = ssl.create_default_context(cafile=str(self.certificate))
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+            with opener.open(request, timeout=2) as answer:
+                return bytes(answer.read())
+        return b""
+
+    def _look(self, path: str) -> dict[str, Any]:
+        text = self._read(path)
+        return dict(json.loads(text)) if text else {}
+
+    def _wait(self, condition: Callable[[], bool], *, within: float, what: str) -> None:
+        """As `eventually`, for fixtures of the session, which have no event loop."""
+        deadline = time.monotonic() + within
+        while not condition():
+            if time.monotonic() > deadline:
+                raise KubeError(f"not within {within:g} s: {what}\n{self.apiserver.tail()}")
+            time.sleep(0.05)
+
+    async def _end(self, process: ServerProcess, what: signal.Signals) -> None:
         process.send(signal.SIGCONT)
         process.send(what)
         with contextlib.suppress(AssertionError):

@@ -90,7 +90,7 @@ class World:
         self.plans.append(planned)
         children = {ref: body for ref, body in self.observed.children.items() if ref not in {one.ref for one in planned.deletes}}
         for apply in planned.applies:
-            children[apply.ref] = _applied(children.get(apply.ref), apply.body, apply.first_replicas)
+            children[apply.ref] = _applied(children.get(apply.ref), apply.body, apply.first_replicas, self.now)
         raw = dict(self.observed.raw)
         if planned.status is not None:
             raw["status"] = copy.deepcopy(dict(planned.status))
@@ -113,6 +113,19 @@ class World:
                         "availableReplicas": up,
                     },
                 )
+
+    def migrate(self) -> None:
+        """Migration Jobs that have not ended do their work."""
+        unfinished = [
+            ref
+            for ref, body in self.observed.children.items()
+            if ref.resource == JOBS and not body.get("status", {}).get("conditions")
+        ]
+        fact = self.observed.schema
+        if unfinished and fact is not None:
+            present = max(fact.present, fact.required)
+            self.change(schema=replace(fact, present=present, owner=fact.owner or str(self.key)))
+            self.end_jobs("Complete")
 
     def end_jobs(self, outcome: str, message: str = "") -> None:
         stamp = self.now.strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -143,8 +156,9 @@ class World:
 
     def settle(self) -> None:
         """Until it is Ready, or nothing changes any more."""
-        for _ in range(3):
+        for _ in range(4):
             self.reconcile()
+            self.migrate()
             self.come_up()
         self.reconcile()
 
@@ -169,11 +183,15 @@ class World:
         return str(template["spec"]["containers"][0]["image"])
 
 
-def _applied(live: Any, body: Any, first_replicas: int | None) -> dict[str, Any]:
+def _applied(live: Any, body: Any, first_replicas: int | None, now: datetime) -> dict[str, Any]:
     """Server-side apply, as far as it matters here: fields of the body win, replicas stay where the body has none."""
     made = copy.deepcopy(dict(body))
     if live is None:
-        made["metadata"] |= {"uid": digest(body["metadata"]["name"] + body["kind"]), "generation": 1}
+        made["metadata"] |= {
+            "uid": digest(body["metadata"]["name"] + body["kind"]),
+            "generation": 1,
+            "creationTimestamp": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
         if first_replicas is not None:
             made["spec"]["replicas"] = first_replicas
         return made
@@ -183,7 +201,25 @@ def _applied(live: Any, body: Any, first_replicas: int | None) -> dict[str, Any]
     made["metadata"] |= {
         "uid": live["metadata"]["uid"],
         "generation": live["metadata"]["generation"] + (0 if same else 1),
+        "creationTimestamp": live["metadata"]["creationTimestamp"],
     }
     if "status" in live:
         made["status"] = live["status"]
     return made
+
+
+def settled(**changes: Any) -> World:
+    """A world with an AgentRun that is Ready and has been so for a look; `changes` are of its spec."""
+    world = World(spec(**changes))
+    world.settle()
+    assert world.says(ConditionType.READY) == ("True", "Ready"), world.condition(ConditionType.READY)
+    world.plans.clear()
+    return world
+
+
+def migrated(**changes: Any) -> World:
+    """A world in which only the migration of a new AgentRun has been."""
+    world = World(spec(**changes))
+    world.reconcile()
+    world.migrate()
+    return world

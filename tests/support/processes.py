@@ -3,7 +3,9 @@
 Nothing leaks: `ProductProcesses.close` kills what is left, and every process dies with the test process (Linux).
 """
 
+import contextlib
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -16,16 +18,20 @@ from product_launch import FORKS, forked, spawned
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import eventually
 
+PORTS = range(16_384, 32_768)
+"""Linux gives no port below 32,768 to an outgoing connection, so that a server finds its own free when it is started again."""
+
 _handed_out: set[int] = set()
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on; never the same twice."""
+    """A TCP port of 127.0.0.1 that nobody listens on; never the same twice, and by chance, since other processes ask, too."""
     while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port not in _handed_out:
+        port = secrets.choice(PORTS)
+        if port in _handed_out:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             _handed_out.add(port)
             return port
 

@@ -1,6 +1,7 @@
 """The operator's picture of the cluster: events in any order, lists that race with them, and what vanished unseen."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,14 +53,16 @@ def test_children_follow_their_label(cache: ObjectCache) -> None:
     assert set(cache.children(Key("x", "b"))) == {ref(DEPLOYMENTS, "a-worker")}
 
 
-def test_managed_fields_are_left_out_and_the_original_is_not_touched(cache: ObjectCache) -> None:
+def test_what_nobody_reads_is_left_out_and_the_original_is_not_touched(cache: ObjectCache) -> None:
     body = thing("a")
     body["metadata"]["managedFields"] = [{"manager": "m"}]
+    body["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": "{}", "mine": "x"}
     cache.put(AGENTRUNS, body)
 
     kept = cache.get(ref(AGENTRUNS, "a"))
     assert kept is not None and "managedFields" not in kept["metadata"]
-    assert body["metadata"]["managedFields"]
+    assert kept["metadata"]["annotations"] == {"mine": "x"}
+    assert body["metadata"]["managedFields"] and len(body["metadata"]["annotations"]) == 2
 
 
 def test_ko_13_events_of_an_object_and_its_successor_may_come_in_any_order(cache: ObjectCache) -> None:
@@ -113,6 +116,88 @@ def test_a_list_of_some_namespaces_says_nothing_about_others(cache: ObjectCache)
     assert cache.agent_runs() == [A]
 
 
+def version(cache: ObjectCache, name: str = "a-worker") -> str:
+    kept = cache.get(ref(DEPLOYMENTS, name))
+    return str(kept["metadata"]["resourceVersion"]) if kept else ""
+
+
+def state(number: str) -> dict[str, Any]:
+    return thing("a-worker", owner="a", version=number)
+
+
+@pytest.mark.parametrize("early", [0, 1, 2, 3])
+def test_the_news_of_our_own_writes_are_no_news_early_or_late(cache: ObjectCache, early: int) -> None:
+    told = [state(number) for number in ("1", "2", "3")]
+    with cache.writing(A, ref(DEPLOYMENTS, "a-worker")) as writing:
+        assert [cache.put(DEPLOYMENTS, body) for body in told[:early]] == [False] * early
+        writing.answers += told
+    assert version(cache) == "3"
+    assert [cache.put(DEPLOYMENTS, body) for body in told[early:]] == [False] * (3 - early)
+    assert version(cache) == "3"
+    assert not cache.disturbed(A)
+
+
+@pytest.mark.parametrize(
+    ("told", "kept"),
+    [
+        (["theirs", "ours"], "ours"),
+        (["ours", "theirs"], "theirs"),
+        (["theirs"], "ours"),
+        (["before", "theirs", "ours", "later"], "later"),
+    ],
+)
+def test_a_write_by_somebody_else_in_the_middle_of_ours_is_seen(cache: ObjectCache, told: list[str], kept: str) -> None:
+    cache.put(DEPLOYMENTS, state("first"))
+    with cache.writing(A, ref(DEPLOYMENTS, "a-worker")) as writing:
+        for number in told:
+            cache.put(DEPLOYMENTS, state(number))
+        assert version(cache) == "first"
+        writing.answers.append(state("ours"))
+    assert version(cache) == kept
+    assert cache.disturbed(A)
+    assert not cache.disturbed(A)
+
+
+def test_what_is_told_during_a_write_that_changes_nothing_or_fails_is_kept(cache: ObjectCache) -> None:
+    cache.put(DEPLOYMENTS, state("1"))
+    with cache.writing(A, ref(DEPLOYMENTS, "a-worker")) as writing:
+        writing.answers.append(state("1"))
+        cache.put(DEPLOYMENTS, state("2"))
+    assert (version(cache), cache.disturbed(A)) == ("2", True)
+
+    with pytest.raises(OSError), cache.writing(A, ref(DEPLOYMENTS, "a-worker")):
+        cache.put(DEPLOYMENTS, state("3"))
+        raise OSError
+    assert (version(cache), cache.disturbed(A)) == ("3", True)
+
+    with cache.writing(A, ref(DEPLOYMENTS, "a-worker")) as writing:
+        writing.answers.append(state("3"))
+        cache.put(DEPLOYMENTS, state("3"))
+    assert (version(cache), cache.disturbed(A)) == ("3", False)
+
+
+def test_an_object_that_is_deleted_right_after_our_write_is_gone(cache: ObjectCache) -> None:
+    cache.put(DEPLOYMENTS, state("1"))
+    with cache.writing(A, ref(DEPLOYMENTS, "a-worker")) as writing:
+        cache.put(DEPLOYMENTS, state("2"))
+        assert not cache.remove(ref(DEPLOYMENTS, "a-worker"), uid="1")
+        writing.answers.append(state("2"))
+    assert cache.get(ref(DEPLOYMENTS, "a-worker")) is None
+    assert cache.disturbed(A)
+
+
+def test_a_list_from_before_our_write_does_not_undo_it(cache: ObjectCache) -> None:
+    cache.put(DEPLOYMENTS, state("1"))
+    since = cache.begin_list()
+    with cache.writing(A, ref(DEPLOYMENTS, "a-worker")) as writing:
+        cache.put(DEPLOYMENTS, state("2"))
+        cache.replace_all(DEPLOYMENTS, [state("1")], since=since)
+        writing.answers.append(state("2"))
+    cache.replace_all(DEPLOYMENTS, [state("1")], since=since)
+    cache.end_list()
+    assert (version(cache), cache.disturbed(A)) == ("2", False)
+
+
 class Lister:
     """Lists what it is given."""
 
@@ -121,7 +206,13 @@ class Lister:
         self.asked: list[tuple[str, str | None, str | None]] = []
 
     async def list(
-        self, resource: Resource, *, namespace: str | None = None, labels: str | None = None, limit: int = 500
+        self,
+        resource: Resource,
+        *,
+        namespace: str | None = None,
+        labels: str | None = None,
+        limit: int = 500,
+        on_page: Callable[[], None] = lambda: None,
     ) -> Listing:
         self.asked.append((resource.plural, namespace, labels))
         return Listing(self.items.get(resource.plural, []), "1")

@@ -1,28 +1,20 @@
 """What is decided for one AgentRun, without any server."""
 
 import json
-from collections.abc import Callable
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from operator_world import KEY, World, present, spec
+from operator_world import KEY, World, present, settled, spec
 
 from agentrun_operator.facts import (
-    Counters,
-    QueueFact,
-    Refusal,
-    ScalingFact,
-    ScalingState,
-    SchemaFact,
     SecretPresence,
     SecretState,
-    StoreProblem,
 )
 from agentrun_operator.plan import Defaults, plan
 from agentrun_operator.reasons import ALWAYS_PRESENT, ConditionType, EventReason
 from agentrun_operator.render import names
-from agentrun_operator.render.labels import CREATING
 from agentrun_operator.render.names import SERVING, Component
 from agentrun_operator.resources import CONFIGMAPS, DEPLOYMENTS, JOBS, NETWORKPOLICIES, PDBS, SERVICES, Ref
 
@@ -39,18 +31,14 @@ GATEWAY, WORKERS, SCALING = (
 )
 
 
-def settled(**changes: Any) -> World:
-    world = World(spec(**changes))
-    world.settle()
-    assert world.says(READY) == ("True", "Ready"), world.condition(READY)
-    world.plans.clear()
-    return world
-
-
 def test_an_agent_run_comes_up_and_then_nothing_is_written_any_more() -> None:
     world = World()
     first = world.reconcile()
-    assert [apply.ref.resource for apply in first.applies][:1] == [CONFIGMAPS]
+    assert {apply.ref.resource for apply in first.applies} == {NETWORKPOLICIES, JOBS}
+    assert world.says(READY) == ("Unknown", "Migrating")
+    world.migrate()
+    second = world.reconcile()
+    assert [apply.ref.resource for apply in second.applies][:1] == [CONFIGMAPS]
     assert world.says(READY) == ("Unknown", "Starting")
     world.come_up()
     world.reconcile()
@@ -81,6 +69,9 @@ def test_an_edited_spec_is_not_ready_until_its_pods_are_there() -> None:
     world = settled()
     world.edit(image="agentrun:2")
     world.reconcile()
+    assert world.says(READY) == ("Unknown", "Migrating")
+    world.migrate()
+    world.reconcile()
     assert world.says(READY) == ("False", "RollingOut")
     assert world.condition(READY)["observedGeneration"] == 2
     world.reconcile()  # the controller has not seen it yet
@@ -100,412 +91,6 @@ def test_an_edited_spec_is_not_ready_until_its_pods_are_there() -> None:
     world.come_up()
     world.reconcile()
     assert world.says(READY) == ("True", "Ready")
-
-
-# --- what stands in the way ----------------------------------------------------------------------------------------------------------
-
-Change = Callable[[World], None]
-
-
-def _schema_problem(problem: StoreProblem) -> Change:
-    return lambda world: world.change(schema=SchemaFact(2, problem=problem))
-
-
-def _queue_problem(problem: StoreProblem) -> Change:
-    return lambda world: world.change(queue=QueueFact(problem))
-
-
-def _secret(name: str, presence: SecretPresence, key: str = "url") -> Change:
-    return lambda world: world.secret(name, SecretState(presence), key=key)
-
-
-OBSTACLES: list[tuple[str, Change, ConditionType, str, str, bool]] = [
-    # name, change, condition, "status reason", a piece of the message, Stalled
-    (
-        "spec of another version",
-        lambda w: w.change(manifest=None, error="spec.x: unknown field; remove it"),
-        ACCEPTED,
-        "False InvalidSpec",
-        "remove it",
-        True,
-    ),
-    (
-        "no image",
-        lambda w: (w.edit(image=None), setattr(w, "defaults", Defaults("")))[0],
-        ACCEPTED,
-        "False ImageMissing",
-        "set spec.image",
-        True,
-    ),
-    (
-        "name taken",
-        lambda w: w.change(foreign=frozenset({Ref(DEPLOYMENTS, "team", "support-worker")})),
-        ACCEPTED,
-        "False NameTaken",
-        "Deployment team/support-worker",
-        True,
-    ),
-    (
-        "predecessor",
-        lambda w: w.change(remains={Ref(DEPLOYMENTS, "team", "support-worker"): "old"}),
-        ACCEPTED,
-        "Unknown PredecessorRemains",
-        "being removed",
-        False,
-    ),
-    (
-        "refused",
-        lambda w: w.change(refusal=Refusal(Ref(DEPLOYMENTS, "team", "support-worker"), "exceeded quota")),
-        ACCEPTED,
-        "False ObjectRefused",
-        "exceeded quota",
-        True,
-    ),
-    (
-        "no database secret",
-        _secret("database", SecretPresence.NO_SECRET),
-        ACCEPTED,
-        "False SecretMissing",
-        "Secret database (spec.database.secretRef) is not there; create it with the key url",
-        False,
-    ),
-    (
-        "no key in it",
-        _secret("redis", SecretPresence.NO_KEY),
-        ACCEPTED,
-        "False SecretKeyMissing",
-        "has no key url; add it",
-        False,
-    ),
-    (
-        "no API keys",
-        _secret("api-keys", SecretPresence.NO_SECRET, "api-keys"),
-        ACCEPTED,
-        "False SecretMissing",
-        "spec.gateway.auth.keysSecretRef",
-        False,
-    ),
-    ("no right", _secret("redis", SecretPresence.UNKNOWN), ACCEPTED, "Unknown SecretUnreadable", "grant it get", False),
-    ("database unasked", lambda w: w.change(schema=None), SCHEMA, "Unknown Pending", "not answered yet", False),
-    (
-        "database away",
-        _schema_problem(StoreProblem.UNREACHABLE),
-        SCHEMA,
-        "Unknown DatabaseUnreachable",
-        "Secret database, key url",
-        False,
-    ),
-    ("wrong password", _schema_problem(StoreProblem.REFUSED), SCHEMA, "False DatabaseRefused", "check user, password", True),
-    ("no URL", _schema_problem(StoreProblem.BAD_URL), SCHEMA, "False DatabaseUrlInvalid", "write postgresql://", True),
-    (
-        "another application",
-        _schema_problem(StoreProblem.OTHER_APPLICATION),
-        SCHEMA,
-        "False DatabaseNotOurs",
-        "belongs to another application",
-        True,
-    ),
-    (
-        "another AgentRun",
-        lambda w: w.change(schema=SchemaFact(2, 2, 1, "team/sales")),
-        SCHEMA,
-        "False DatabaseNotOurs",
-        "belongs to the AgentRun team/sales; give team/support a database of its own",
-        True,
-    ),
-    (
-        "too new",
-        lambda w: w.schema(4, oldest_accepted=3),
-        SCHEMA,
-        "False SchemaTooNew",
-        "accepts code for schema 3 or newer",
-        True,
-    ),
-    ("Redis unasked", lambda w: w.change(queue=None), QUEUE, "Unknown Pending", "not answered yet", False),
-    ("Redis away", _queue_problem(StoreProblem.UNREACHABLE), QUEUE, "Unknown RedisUnreachable", "Secret redis, key url", False),
-    ("Redis refuses", _queue_problem(StoreProblem.REFUSED), QUEUE, "False RedisRefused", "check user", True),
-    ("no Redis URL", _queue_problem(StoreProblem.BAD_URL), QUEUE, "False RedisUrlInvalid", "write redis://", True),
-    ("old Redis", _queue_problem(StoreProblem.TOO_OLD), QUEUE, "False RedisTooOld", "Redis 7.0 or Valkey 8", True),
-    ("forgetful Redis", _queue_problem(StoreProblem.EVICTS), QUEUE, "False RedisEvicts", "noeviction", True),
-]
-
-
-@pytest.mark.parametrize(("name", "change", "kind", "says", "piece", "stalled"), OBSTACLES, ids=[row[0] for row in OBSTACLES])
-def test_each_obstacle_is_named_with_what_to_do(
-    name: str, change: Change, kind: ConditionType, says: str, piece: str, stalled: bool
-) -> None:
-    world = World()
-    change(world)
-    planned = world.reconcile()
-    assert " ".join(world.says(kind)) == says
-    assert piece in world.condition(kind)["message"]
-    if kind is not QUEUE:
-        assert planned.applies == []
-        assert not planned.gate_open
-    if kind is not QUEUE or not planned.gate_open:
-        assert world.says(READY) == world.says(kind)
-    assert bool(world.condition(ConditionType.STALLED)) is stalled
-
-
-LASTING = [row for row in OBSTACLES if row[0] != "predecessor"]
-
-
-@pytest.mark.parametrize(("change", "kind"), [(row[1], row[2]) for row in LASTING], ids=[row[0] for row in LASTING])
-def test_an_obstacle_leaves_what_runs_as_it_is_and_heals(change: Change, kind: ConditionType) -> None:
-    world = settled()
-    before, children = world.observed, dict(world.observed.children)
-    change(world)
-    world.reconcile()
-    assert world.says(READY)[0] != "True"
-    assert world.says(GATEWAY) == ("True", "Available")
-    if kind is not QUEUE:
-        assert dict(world.observed.children) == children
-    assert world.reconcile().status is None
-    world.change(
-        **{field: getattr(before, field) for field in ("manifest", "error", "foreign", "secrets", "schema", "queue", "refusal")}
-    )
-    if world.generation > 1:
-        world.edit(image="agentrun:1")
-    world.settle()
-    assert world.says(READY) == ("True", "Ready")
-    assert not world.condition(ConditionType.STALLED)
-
-
-def test_no_message_carries_a_number_that_changes() -> None:
-    for name, change, *_ in LASTING:
-        world = World()
-        change(world)
-        world.settle()
-        world.pass_time(37)
-        assert world.reconcile().status is None, name
-
-
-# --- the schema gate -----------------------------------------------------------------------------------------------------------------
-
-
-def test_mg_04_nothing_is_made_before_the_schema_is_there() -> None:
-    world = World()
-    world.schema(0)
-    planned = world.reconcile()
-    assert {apply.ref.resource for apply in planned.applies} == {NETWORKPOLICIES, JOBS}
-    assert world.says(SCHEMA) == ("Unknown", "Migrating")
-    assert [event.reason for event in planned.events] == [EventReason.MIGRATION_STARTED]
-    assert world.reconcile().applies[:1] != []  # the policy, not the Job again
-    assert all(apply.ref.resource != JOBS for apply in world.reconcile().applies)
-    world.end_jobs("Complete")
-    planned = world.reconcile()
-    assert world.says(SCHEMA) == ("Unknown", "Migrating")
-    assert planned.requeue_after is not None
-    world.schema(2)
-    planned = world.reconcile()
-    assert EventReason.MIGRATED in [event.reason for event in planned.events]
-    assert {world.deployment(part) for part in SERVING} <= set(world.observed.children)
-
-
-def test_mg_04_old_pods_serve_on_while_the_migration_to_a_new_image_fails_and_it_heals() -> None:
-    world = settled()
-    before = {part: world.observed.children[world.deployment(part)] for part in SERVING}
-    world.edit(image="agentrun:2")
-    world.schema(2, required=3)
-    world.reconcile()
-    (job,) = world.jobs
-    world.end_jobs("Failed", "Job has reached the specified backoff limit")
-    planned = world.reconcile()
-    assert {part: world.observed.children[world.deployment(part)] for part in SERVING} == before
-    assert world.says(SCHEMA) == ("False", "MigrationFailed")
-    message = world.condition(SCHEMA)["message"]
-    assert f"kubectl logs -n team job/{job}" in message
-    assert "Job has reached the specified backoff limit" in message
-    assert [event.reason for event in planned.events] == [EventReason.MIGRATION_FAILED]
-    assert world.says(GATEWAY) == ("True", "Available")
-    assert world.reconcile().events == []
-    world.edit(image="agentrun:3")
-    world.reconcile()
-    (other,) = world.jobs
-    assert other != job
-    assert world.says(SCHEMA) == ("Unknown", "Migrating")
-    world.schema(3, required=3)
-    world.settle()
-    assert world.says(READY) == ("True", "Ready")
-    assert world.image_of(Component.GATEWAY) == "agentrun:3"
-
-
-@pytest.mark.parametrize("change", ["secret", "pull secrets", "deleted"])
-def test_a_failed_migration_runs_again_when_what_it_depends_on_changes_or_the_job_is_deleted(change: str) -> None:
-    world = World()
-    world.schema(0)
-    world.reconcile()
-    world.end_jobs("Failed")
-    world.reconcile()
-    assert world.says(SCHEMA) == ("False", "MigrationFailed")
-    (job,) = world.jobs
-    if change == "secret":
-        world.secret("database", present("postgresql://other@db/x"))
-    elif change == "pull secrets":
-        world.edit(imagePullSecrets=[{"name": "registry"}])
-    else:
-        world.remove(Ref(JOBS, "team", job))
-    planned = world.reconcile()
-    assert [apply.ref.resource for apply in planned.applies].count(JOBS) == 1
-    assert (world.jobs == [job]) is (change == "deleted")
-
-
-def test_with_verify_a_person_is_told_the_command_and_no_job_is_made() -> None:
-    world = World(spec(database={"secretRef": {"name": "database"}, "migrations": "Verify"}))
-    world.schema(1)
-    planned = world.reconcile()
-    assert planned.applies == []
-    assert world.says(SCHEMA) == ("False", "MigrationNeeded")
-    for piece in ("agentrun migrate", "image agentrun:1", "Secret database, key url", "AGENTRUN_NAME=support"):
-        assert piece in world.condition(SCHEMA)["message"]
-    world.schema(2)
-    world.settle()
-    assert world.says(READY) == ("True", "Ready")
-
-
-def test_mg_05_a_schema_ahead_within_the_accepted_range_serves_and_beyond_it_nothing_rolls() -> None:
-    world = settled()
-    world.schema(3, oldest_accepted=2)
-    world.edit(image="agentrun:2")
-    world.settle()
-    assert world.image_of(Component.WORKER) == "agentrun:2"
-    world.schema(4, oldest_accepted=3)
-    world.edit(image="agentrun:3")
-    world.reconcile()
-    assert world.image_of(Component.WORKER) == "agentrun:2"
-    assert world.says(READY) == ("False", "SchemaTooNew")
-    assert "accepts code for schema 3 or newer" in world.condition(READY)["message"]
-
-
-def test_an_image_whose_migration_leaves_the_schema_behind_is_called_too_old() -> None:
-    world = World()
-    world.schema(1)
-    world.reconcile()
-    world.end_jobs("Complete")
-    world.pass_time(60)
-    world.reconcile()
-    assert world.says(SCHEMA) == ("False", "ImageTooOld")
-    assert "use an image of the operator's version" in world.condition(SCHEMA)["message"]
-
-
-# --- workers -------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "scaling", "replicas"),
-    [
-        ({}, None, 0),
-        ({"workers": {"minReplicas": 3}}, None, 3),
-        ({"workers": {"minReplicas": 1}}, ScalingFact(ScalingState.ACTIVE, 5), 5),
-        ({"workers": {"minReplicas": 3}, "suspend": True}, ScalingFact(ScalingState.ACTIVE, 5), 0),
-        ({"scaling": {"mode": "External"}}, None, 1),
-    ],
-)
-def test_workers_begin_with_the_number_that_is_wanted(
-    changes: dict[str, Any], scaling: ScalingFact | None, replicas: int
-) -> None:
-    world = World(spec(**changes))
-    world.change(scaling=scaling)
-    planned = world.reconcile()
-    (worker,) = [apply for apply in planned.applies if apply.ref == world.deployment(Component.WORKER)]
-    assert worker.first_replicas == replicas
-    assert "replicas" not in worker.body["spec"]
-    assert [a.first_replicas for a in planned.applies if a is not worker] == [None] * (len(planned.applies) - 1)
-
-
-def test_an_unfinished_creation_is_gone_on_with() -> None:
-    world = settled()
-    worker = world.deployment(Component.WORKER)
-    world.touch(worker, lambda body: body["metadata"].setdefault("annotations", {}).update({CREATING: "true"}))
-    (apply,) = [apply for apply in plan(world.observed, now=world.now, defaults=world.defaults).applies if apply.ref == worker]
-    assert (apply.first_replicas is not None, apply.live is not None) == (True, True)
-
-
-def test_workers_that_wake_from_zero_do_not_take_ready_away_and_those_that_fail_do() -> None:
-    world = settled()
-    assert world.says(WORKERS) == ("True", "ScaledToZero")
-    world.scale(2)
-    world.reconcile()
-    world.come_up(ready=0)
-    world.set_status(
-        world.deployment(Component.GATEWAY),
-        {"observedGeneration": 1, "replicas": 2, "updatedReplicas": 2, "availableReplicas": 2},
-    )
-    world.set_status(
-        world.deployment(Component.SCHEDULER),
-        {"observedGeneration": 1, "replicas": 1, "updatedReplicas": 1, "availableReplicas": 1},
-    )
-    planned = world.reconcile()
-    assert world.says(WORKERS) == ("Unknown", "Starting")
-    assert world.says(READY) == ("True", "Ready")
-    assert planned.requeue_after == pytest.approx(121)
-    world.pass_time(121)
-    planned = world.reconcile()
-    assert world.says(WORKERS) == ("False", "Unavailable")
-    assert world.says(READY) == ("False", "Unavailable")
-    assert "kubectl describe pods" in world.condition(READY)["message"]
-    assert [event.reason for event in planned.events] == [EventReason.NOT_READY]
-    world.come_up()
-    world.reconcile()
-    assert world.says(READY) == ("True", "Ready")
-
-
-def test_a_gateway_that_goes_away_is_said_at_once() -> None:
-    world = settled()
-    world.come_up(ready=0)
-    world.reconcile()
-    assert world.says(GATEWAY) == ("False", "Unavailable")
-    assert world.says(READY) == ("False", "Unavailable")
-
-
-def test_scaling_changes_no_condition_and_no_template() -> None:
-    world = settled()
-    for replicas in (3, 7, 1, 0):
-        world.scale(replicas)
-        world.reconcile()
-        world.come_up()
-        planned = world.reconcile()
-        assert world.says(READY) == ("True", "Ready")
-        assert planned.events == []
-        assert world.observed.children[world.deployment(Component.WORKER)]["spec"]["replicas"] == replicas
-
-
-@pytest.mark.parametrize(
-    ("fact", "says"),
-    [
-        (None, "Unknown Pending"),
-        (ScalingFact(ScalingState.ACTIVE, 2), "True DemandKnown"),
-        (ScalingFact(ScalingState.UNKNOWN_DEMAND, 2), "Unknown DemandUnknown"),
-        (ScalingFact(ScalingState.FOREIGN_SCALER), "False ForeignScaler"),
-        (ScalingFact(ScalingState.EXTERNAL), "False External"),
-    ],
-)
-def test_scaling_active_says_what_the_scaler_does(fact: ScalingFact | None, says: str) -> None:
-    world = settled()
-    world.change(scaling=fact)
-    world.reconcile()
-    assert " ".join(world.says(SCALING)) == says
-    assert world.says(READY) == ("True", "Ready")
-
-
-def test_counters_of_the_scaler_are_in_status() -> None:
-    world = settled()
-    world.change(
-        scaling=ScalingFact(ScalingState.ACTIVE, 2, Counters(undelivered=4, in_flight=3, reclaimable=1, busy=2, dead_lettered=7))
-    )
-    world.reconcile()
-    status = world.observed.raw["status"]
-    assert status["queue"] == {
-        "stream": "agentrun:{team/support}:runs",
-        "group": "workers",
-        "undelivered": 4,
-        "inFlight": 3,
-        "reclaimable": 1,
-        "deadLettered": 7,
-    }
-    assert (status["workers"]["desiredReplicas"], status["workers"]["busy"], status["workers"]["summary"]) == (2, 2, "0/2")
-    assert status["schema"] == {"required": 2, "present": 2}
-    assert status["gateway"] == {"url": "http://support-gateway.team.svc", "replicas": 2, "readyReplicas": 2}
 
 
 # --- changes -------------------------------------------------------------------------------------------------------------------------
@@ -541,6 +126,10 @@ def test_an_edit_replaces_only_the_pods_that_it_concerns(edit: dict[str, Any], r
     before = _templates(world)
     world.edit(**edit)
     planned = world.reconcile()
+    if "image" in edit:
+        assert _templates(world) == before, "first its migration"
+        world.migrate()
+        planned = world.reconcile()
     after = _templates(world)
     assert {part for part in SERVING if before[part] != after[part]} == rolled
     told = {event.message.split()[1] for event in planned.events if event.reason is EventReason.ROLLED_OUT}
@@ -592,6 +181,45 @@ def test_ko_08_drift_is_set_right_and_said() -> None:
     assert world.image_of(Component.GATEWAY) == "agentrun:1"
 
 
+CHANGED_BY_HAND: list[tuple[Ref, Any]] = [
+    (
+        Ref(SERVICES, "team", "support-gateway"),
+        lambda body: body["spec"]["selector"].update({"app.kubernetes.io/component": "worker"}),
+    ),
+    (Ref(NETWORKPOLICIES, "team", "support-worker"), lambda body: body["spec"]["egress"].pop()),
+    (Ref(NETWORKPOLICIES, "team", "support-migrate"), lambda body: body["spec"]["egress"][0]["ports"].pop()),
+    (Ref(PDBS, "team", "support-gateway"), lambda body: body["spec"].update(maxUnavailable=2)),
+]
+
+
+@pytest.mark.parametrize(("ref", "change"), CHANGED_BY_HAND, ids=[str(ref) for ref, _ in CHANGED_BY_HAND])
+def test_ko_08_drift_of_any_kind_and_deletion_are_said(ref: Ref, change: Any) -> None:
+    world = settled()
+    before = world.observed.children[ref]
+    world.touch(ref, change)
+    (event,) = world.reconcile().events
+    assert (event.reason, event.warning) == (EventReason.DRIFT_CORRECTED, True)
+    assert event.message == f"{ref.resource.kind} {ref.name} was changed by somebody else and is set right"
+    assert world.observed.children[ref]["spec"] == before["spec"]
+    world.remove(ref)
+    (event,) = world.reconcile().events
+    assert event.reason is EventReason.DRIFT_CORRECTED
+    assert event.message == f"{ref.resource.kind} {ref.name} was deleted by somebody else and is made again"
+    assert world.reconcile().events == []
+
+
+def test_what_follows_from_an_edit_or_a_changed_secret_is_no_drift() -> None:
+    world = settled()
+    keys = {"auth": {"keysSecretRef": {"name": "api-keys"}}}
+    world.edit(gateway={**keys, "service": {"port": 8080}, "replicas": 1}, networkPolicy={"egress": []})
+    world.settle()
+    world.edit(gateway=keys)
+    world.settle()
+    world.secret("redis", present("redis://elsewhere:6380/0"))
+    world.settle()
+    assert EventReason.DRIFT_CORRECTED not in [event.reason for planned in world.plans for event in planned.events]
+
+
 def test_what_an_admission_webhook_rewrites_each_time_is_not_fought_for_ever() -> None:
     world = settled()
     gateway = world.deployment(Component.GATEWAY)
@@ -620,7 +248,8 @@ def test_what_others_add_is_no_drift() -> None:
 def test_ko_08_a_deleted_deployment_is_made_again(part: Component) -> None:
     world = settled()
     world.remove(world.deployment(part))
-    world.reconcile()
+    told = [event for _ in range(2) for event in world.reconcile().events]
+    assert [event.reason for event in told if event.reason is EventReason.DRIFT_CORRECTED] == [EventReason.DRIFT_CORRECTED]
     assert world.says(READY)[0] != "True"
     assert world.deployment(part) in world.observed.children
     world.settle()
@@ -647,37 +276,114 @@ def test_what_is_being_deleted_is_left_to_go_first() -> None:
     assert service not in {apply.ref for apply in planned.applies} | {delete.ref for delete in planned.deletes}
 
 
+def _left(name: str, uid: str, **metadata: Any) -> tuple[Ref, dict[str, Any]]:
+    return Ref(DEPLOYMENTS, "team", name), {"metadata": {"name": name, "uid": uid, **metadata}}
+
+
 def test_ko_13_what_a_deleted_predecessor_left_is_removed_before_anything_is_made() -> None:
     world = World()
-    world.change(remains={Ref(DEPLOYMENTS, "team", "support-worker"): "old-uid"})
+    world.change(remains=dict([_left("support-worker", "old-uid")]))
     planned = world.reconcile()
     assert [(delete.ref.name, delete.uid) for delete in planned.deletes] == [("support-worker", "old-uid")]
     assert planned.applies == []
-    assert planned.requeue_after == 1.0
+    assert planned.requeue_after == 5.0
     assert planned.events == []
     world.settle()
     assert world.says(READY) == ("True", "Ready")
 
 
-def test_suspend_and_resume() -> None:
-    world = settled()
-    world.edit(suspend=True)
+def test_what_a_predecessor_left_is_named_and_what_goes_already_is_not_deleted_again() -> None:
+    world = World()
+    world.change(
+        remains=dict([_left("support-worker", "b", deletionTimestamp="2026-01-01T00:00:00Z"), _left("support-gateway", "a")])
+    )
     planned = world.reconcile()
-    assert EventReason.SUSPENDED in [event.reason for event in planned.events]
-    world.settle()
-    assert world.says(ConditionType.SUSPENDED) == ("True", "Suspended")
-    assert world.says(READY) == ("False", "Suspended")
-    assert world.says(SCALING) == ("False", "Suspended")
-    assert world.says(GATEWAY) == ("True", "Available")
-    world.edit(suspend=False)
-    world.settle()
-    assert world.says(READY) == ("True", "Ready")
-    assert world.condition(ConditionType.SUSPENDED) == {}
-    reasons = [event.reason for planned in world.plans for event in planned.events]
-    assert [reason for reason in reasons if reason in (EventReason.SUSPENDED, EventReason.RESUMED)] == [
-        EventReason.SUSPENDED,
-        EventReason.RESUMED,
+    assert [delete.uid for delete in planned.deletes] == ["a"]
+    message = world.condition(ACCEPTED)["message"]
+    assert (
+        "being removed: Deployment team/support-gateway, Deployment team/support-worker; if one stays, look at the finalizers"
+        in message
+    )
+    world.change(remains=dict(_left(f"support-{number}", "x") for number in range(9)))
+    world.reconcile()
+    assert "support-4 and others; if" in world.condition(ACCEPTED)["message"]
+
+
+# --- configuration -------------------------------------------------------------------------------------------------------------------
+
+
+def _configs(world: World) -> dict[str, str]:
+    return {
+        ref.name: body["data"]["agentrun.yaml"] for ref, body in world.observed.children.items() if ref.resource == CONFIGMAPS
+    }
+
+
+def _mounted(world: World, part: Component) -> str:
+    (name,) = [
+        volume["configMap"]["name"]
+        for volume in world.observed.children[world.deployment(part)]["spec"]["template"]["spec"]["volumes"]
+        if "configMap" in volume
     ]
+    return str(name)
+
+
+def test_pods_that_run_keep_the_configuration_that_they_have_until_they_are_replaced() -> None:
+    world = settled()
+    ((first, text),) = _configs(world).items()
+    assert re.fullmatch("support-config-[0-9a-f]{8}", first)
+    world.edit(agent={"model": "demo:chat", "instructions": "Be brief."})
+    world.reconcile()
+    world.reconcile()  # the new pods are not there yet
+    assert _configs(world)[first] == text
+    (second,) = {*_configs(world)} - {first}
+    assert "Be brief." in _configs(world)[second]
+    assert {part: _mounted(world, part) for part in SERVING} == {
+        Component.WORKER: second,
+        Component.GATEWAY: first,  # it reads nothing of that, and is not replaced
+        Component.SCHEDULER: first,
+    }
+    world.settle()
+    assert {*_configs(world)} == {first, second}, "the gateway and the scheduler still have the first one"
+    world.edit(streaming={"flushEvents": 10})
+    world.reconcile()
+    world.reconcile()
+    assert {first, second} < {*_configs(world)}
+    world.settle()
+    assert {*_configs(world)} == {_mounted(world, part) for part in SERVING}
+    assert len(_configs(world)) == 1
+    assert world.says(READY) == ("True", "Ready")
+
+
+def test_a_configuration_in_use_that_somebody_deletes_comes_back_or_is_replaced() -> None:
+    world = settled()
+    (first,) = _configs(world)
+    world.remove(Ref(CONFIGMAPS, "team", first))
+    assert [event.reason for event in world.reconcile().events] == [EventReason.DRIFT_CORRECTED]
+    assert [*_configs(world)] == [first]
+    world.edit(agent={"model": "demo:chat", "instructions": "Be brief."})
+    world.settle()
+    world.remove(Ref(CONFIGMAPS, "team", first))
+    world.settle()
+    assert _mounted(world, Component.GATEWAY) in _configs(world)
+    assert world.says(READY) == ("True", "Ready")
+
+
+def test_a_configuration_of_an_earlier_version_is_left_behind_and_removed() -> None:
+    world = settled()
+    (first,) = _configs(world)
+    former = Ref(CONFIGMAPS, "team", "support-config")
+    body = {**world.observed.children[Ref(CONFIGMAPS, "team", first)], "immutable": None}
+    world.change(children={**world.observed.children, former: body})
+    for part in SERVING:
+
+        def mount(deployment: Any) -> None:
+            deployment["spec"]["template"]["spec"]["volumes"][0]["configMap"]["name"] = former.name
+
+        world.touch(world.deployment(part), mount)
+    world.reconcile()
+    assert former in world.observed.children
+    world.settle()
+    assert [*_configs(world)] == [first]
 
 
 def test_an_event_is_told_once() -> None:

@@ -13,7 +13,7 @@ from operator_world import KEY, URLS, World, present, spec
 from agentrun.manifests import agent_run_of, parse
 from agentrun_operator.objects import desired_objects, migration_objects, names_wanted, ref_of
 from agentrun_operator.render import names, policies
-from agentrun_operator.render.config import FILE, config_digest, pod_manifest
+from agentrun_operator.render.config import FILE, PodConfig, pod_manifest
 from agentrun_operator.render.labels import labels, selector
 from agentrun_operator.render.names import Component, name_of
 from agentrun_operator.resources import DEPLOYMENTS, JOBS, NETWORKPOLICIES, Key
@@ -200,7 +200,7 @@ def test_defaults_and_what_no_pod_reads_are_left_out_so_that_older_pods_understa
     raw = {**World().observed.raw, "spec": filled_in.spec.model_dump(mode="json", by_alias=True, exclude_none=True)}
     manifest = agent_run_of(raw)
     assert pod_manifest(manifest)["spec"] == {"agent": {"model": "demo:chat"}}
-    assert config_digest(manifest, Component.WORKER) == config_digest(filled_in, Component.WORKER)
+    assert PodConfig.of(manifest) == PodConfig.of(filled_in)
 
 
 # --- policies ------------------------------------------------------------------------------------------------------------------------
@@ -216,6 +216,8 @@ def test_defaults_and_what_no_pod_reads_are_left_out_so_that_older_pods_understa
         ("postgresql://u@[::1]/x", [5432]),
         ("postgresql://u@db/x?port=6001", [5432, 6001]),
         ("postgresql://u@db:notaport/x", [5432]),
+        ("postgresql://u:p[w@db:6000/x", [5432]),
+        ("postgresql://[::1:6000/x", [5432]),
         ("", [5432]),
     ],
 )

@@ -47,8 +47,10 @@ class MemoryKube:
         self.hpas: list[Body] | None = []
         self.calls: list[tuple[str, str, Any]] = []
         self.error: Exception | None = None
+        self.reads = 0
 
     async def get(self, _ref: Ref) -> Body | None:
+        self.reads += 1
         return self.deployment
 
     async def list(
@@ -71,6 +73,7 @@ class MemoryKube:
         replicas = body["spec"]["replicas"]
         self.calls.append(("replicas", ref.name, replicas))
         self.deployment = deployment(replicas, generation=self.deployment["metadata"]["generation"] + 1)
+        self.deployment["metadata"]["annotations"] = dict(body["metadata"].get("annotations") or {})
         return self.deployment
 
     async def merge_patch(self, ref: Ref, body: Body, *, subresource: str | None = None) -> Body:
@@ -141,14 +144,20 @@ class Stage:
         self.scaler.watch(target)
 
     async def sample(
-        self, waiting: int | None, *, held: Mapping[str, int] | None = None, after: float = 2.0, reclaimable: int = 0
+        self,
+        waiting: int | None,
+        *,
+        held: Mapping[str, int] | None = None,
+        after: float = 2.0,
+        reclaimable: int = 0,
+        age: float | None = None,
     ) -> None:
         """A tick `after` seconds later; what it begins is done when this returns."""
         self.now += after
         self.see()
         held = held or {}
         demand = None if waiting is None else Demand(waiting, sum(held.values()) - reclaimable, reclaimable)
-        self.scaler.on_sample(KEY, Sample(self.now, demand, held))
+        self.scaler.on_sample(KEY, Sample(self.now, demand, held, age_seconds=age))
         for _ in range(50):
             await asyncio.sleep(0)
 
@@ -224,6 +233,36 @@ async def test_unknown_demand_holds_the_count_and_says_so_and_recovers(stage: St
     await stage.sample(5)
     assert stage.replicas == 5
     assert stage.state is ScalingState.ACTIVE
+
+
+async def test_a_stream_that_was_made_anew_asks_for_more_workers_and_never_for_less(kube: MemoryKube) -> None:
+    stage = Stage(kube, replace(TARGET, bounds=replace(BOUNDS, scale_down_stabilization_seconds=0, cooldown_seconds=0)))
+    await stage.sample(3)
+    await stage.sample(0, age=1)
+    await stage.sample(1, age=3)
+    assert stage.replicas == 3
+    assert stage.state is ScalingState.UNKNOWN_DEMAND
+    await stage.sample(5, age=5)
+    assert stage.replicas == 5
+    assert stage.state is ScalingState.ACTIVE
+    stage.kube.deployment = deployment(9, generation=7)
+    await stage.sample(5, age=7)
+    assert stage.replicas == 9, "kubectl scale"
+    await stage.sample(0, after=22, age=29)
+    assert stage.replicas == 9
+    await stage.sample(0, age=31)
+    assert stage.replicas == 0
+
+
+async def test_a_stream_that_was_made_when_there_was_no_worker_hides_none(kube: MemoryKube) -> None:
+    stage = Stage(kube, replace(TARGET, bounds=replace(BOUNDS, scale_down_stabilization_seconds=0, cooldown_seconds=0)))
+    await stage.sample(0, age=0)
+    await stage.sample(3, age=2)
+    await stage.sample(0, age=4)
+    assert stage.kube.writes == [3, 0]
+    await stage.sample(3, age=6)
+    await stage.sample(0, age=1)
+    assert stage.kube.writes == [3, 0, 3], "made anew while there were three"
 
 
 async def test_down_after_the_stabilization_and_to_zero_after_the_cooldown(stage: Stage) -> None:
@@ -360,11 +399,87 @@ async def test_costs_left_by_a_process_that_was_killed_go_away_and_those_of_othe
     assert kube.calls == []
 
 
+async def test_a_cost_that_somebody_else_gave_stays_and_its_busy_pod_is_not_risked(stage: Stage) -> None:
+    await stage.sample(3)
+    names = [f"support-worker-abc-{n}" for n in range(3)]
+    stage.kube.pods = {name: pod(name, cost="7" if name == names[2] else None) for name in names}
+    stage.kube.calls.clear()
+    for _ in range(60):
+        await stage.sample(0, held=workers(2))
+    assert stage.kube.calls == [], "a cost of ours would not save it"
+    while not stage.kube.writes:
+        await stage.sample(0, held=workers(1))
+    assert stage.kube.costs() == {names[0]: "-1000", names[1]: "1000", names[2]: "7"}
+    stage.kube.pods = {name: stage.kube.pods[name] for name in names[1:]}
+    stage.kube.deployment = deployment(1, generation=9)
+    await stage.sample(0, held=workers(1))
+    assert stage.kube.costs() == {names[1]: None, names[2]: "7"}
+
+
+async def test_only_a_known_demand_takes_away_what_somebody_else_has_added(stage: Stage) -> None:
+    """The decision alone does not hold here: it is about the number that was wanted, not about what is there."""
+    await stage.sample(2)
+    stage.kube.deployment = deployment(5, generation=7)
+    stage.kube.pods = {f"support-worker-abc-{n}": pod(f"support-worker-abc-{n}") for n in range(5)}
+    for _ in range(100):
+        await stage.sample(None)
+    assert stage.replicas == 5
+    await stage.sample(2)
+    assert stage.replicas == 2
+
+
+async def test_who_is_busy_is_not_taken_from_an_old_sample(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look at the Deployment takes long: meanwhile an idle worker may have taken work."""
+    await stage.sample(3)
+    stage.kube.deployment = deployment(5, generation=7)
+    stage.kube.pods = {f"support-worker-abc-{n}": pod(f"support-worker-abc-{n}") for n in range(5)}
+    get = stage.kube.get
+
+    async def slowly(ref: Ref) -> Body | None:
+        stage.now += 5.1
+        return await get(ref)
+
+    monkeypatch.setattr(stage.kube, "get", slowly)
+    await stage.sample(3)
+    assert stage.kube.writes == [3]
+    monkeypatch.undo()
+    await stage.sample(3)
+    assert stage.kube.writes == [3, 3]
+
+
 async def test_mode_external_writes_nothing(kube: MemoryKube) -> None:
+    kube.deployment = deployment(2)
     stage = Stage(kube, replace(TARGET, mode=Mode.EXTERNAL))
     await stage.sample(9)
     assert kube.calls == []
     assert stage.state is ScalingState.EXTERNAL
+
+
+@pytest.mark.parametrize("who", ["External", "an autoscaler"])
+async def test_what_others_begin_to_scale_is_handed_over_awake(kube: MemoryKube, who: str) -> None:
+    """A HorizontalPodAutoscaler does nothing for a Deployment at zero, and the demand that would raise it is not looked at any more."""
+    target = replace(TARGET, bounds=replace(BOUNDS, min_replicas=0))
+    stage = Stage(kube, target)
+    await stage.sample(0)
+    if who == "External":
+        target = replace(target, mode=Mode.EXTERNAL)
+        stage.scaler.watch(target)
+    else:
+        kube.hpas = [hpa()]
+        await stage.autoscalers.refresh()
+    for _ in range(3):
+        await stage.sample(9)
+    assert kube.writes == [1]
+    kube.deployment = owned(deployment(0, generation=9), "keda-operator")
+    kube.reads = 0
+    for _ in range(20):
+        await stage.sample(0)
+    stage = Stage(kube, target)  # an operator that has just started
+    await stage.autoscalers.refresh()
+    for _ in range(20):
+        await stage.sample(0)
+    assert kube.writes == [1], "this zero is somebody else's"
+    assert kube.reads == 2, "it is looked at once by each operator"
 
 
 def hpa(name: str = "mine", target: str = "support-worker") -> Body:
@@ -374,6 +489,7 @@ def hpa(name: str = "mine", target: str = "support-worker") -> Body:
 
 async def test_an_autoscaler_in_the_list_is_let_alone_until_it_is_gone(stage: Stage) -> None:
     stage.kube.hpas = [hpa(), hpa("other", "other-worker")]
+    stage.kube.deployment = deployment(2)
     await stage.autoscalers.refresh()
     await stage.sample(9)
     assert stage.kube.calls == []
@@ -410,7 +526,6 @@ async def test_where_autoscalers_cannot_be_listed_the_manager_of_replicas_tells(
 async def test_an_autoscaler_is_noticed_also_while_nothing_may_be_changed(stage: Stage) -> None:
     await stage.sample(2)
     stage.kube.hpas = [hpa()]
-    stage.now += 3
     stage.kube.deployment = owned(deployment(6, generation=5, observedGeneration=4), "kube-controller-manager")
     await stage.sample(2)
     assert stage.state is ScalingState.FOREIGN_SCALER
@@ -436,13 +551,51 @@ async def test_a_deployment_that_is_still_being_made_is_let_alone(stage: Stage) 
     assert stage.kube.calls == []
 
 
+@pytest.mark.parametrize("who", ["External", "an autoscaler"])
+async def test_what_others_scale_is_set_to_zero_once_when_suspended_and_woken_afterwards(kube: MemoryKube, who: str) -> None:
+    bounds = replace(BOUNDS, min_replicas=2)
+    target = replace(TARGET, bounds=bounds, mode=Mode.EXTERNAL if who == "External" else Mode.MANAGED)
+    kube.deployment = deployment(4)
+    kube.hpas = [hpa()] if who != "External" else []
+    stage = Stage(kube, target)
+    await stage.autoscalers.refresh()
+    await stage.sample(0)
+    assert kube.writes == []
+    stage.scaler.watch(replace(target, suspended=True))
+    for _ in range(3):
+        await stage.sample(9)
+    assert kube.writes == [0]
+    assert kube.deployment["metadata"]["annotations"] == {"agentrun.dev/suspended": "true"}
+    stage = Stage(kube, target)  # an operator that has just started
+    await stage.autoscalers.refresh()
+    for _ in range(3):
+        await stage.sample(9)
+    assert kube.writes == [0, 2]
+    assert kube.deployment["metadata"]["annotations"] == {}
+
+
+async def test_what_others_do_with_a_suspended_pool_is_left_alone(kube: MemoryKube) -> None:
+    target = replace(TARGET, mode=Mode.EXTERNAL)
+    stage = Stage(kube, replace(target, suspended=True))
+    await stage.sample(1)
+    assert kube.writes == [0], "made with none, and marked"
+    assert kube.deployment is not None
+    kube.deployment["spec"]["replicas"] = 3
+    for _ in range(3):
+        await stage.sample(1)
+    stage.scaler.watch(target)
+    await stage.sample(1)
+    assert kube.writes == [0, 3]
+    await stage.sample(1)
+    assert kube.writes == [0, 3]
+
+
 async def test_suspended_goes_to_zero_at_once_also_in_a_roll_out(stage: Stage) -> None:
     await stage.sample(5)
     stage.kube.deployment = deployment(5, generation=3, updatedReplicas=2)
     stage.scaler.watch(replace(TARGET, suspended=True))
     await stage.sample(5)
     assert stage.kube.writes == [5, 0]
-    assert stage.scaler.initial_replicas(replace(TARGET, suspended=True)) == 0
 
 
 async def test_a_failed_write_is_tried_again_with_pauses(stage: Stage) -> None:
@@ -455,15 +608,6 @@ async def test_a_failed_write_is_tried_again_with_pauses(stage: Stage) -> None:
     stage.kube.error = None
     await stage.sample(2, after=31)
     assert stage.kube.writes == [2]
-
-
-async def test_the_first_number_follows_the_demand(kube: MemoryKube) -> None:
-    kube.deployment = None
-    stage = Stage(kube)
-    assert stage.scaler.initial_replicas(TARGET) == 0
-    await stage.sample(4)
-    assert stage.scaler.initial_replicas(TARGET) == 4
-    assert stage.scaler.initial_replicas(replace(TARGET, mode=Mode.EXTERNAL)) == 1
 
 
 async def test_counters_change_at_most_every_fifteen_seconds_and_the_state_at_once(stage: Stage) -> None:

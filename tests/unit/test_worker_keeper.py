@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 from waiting import eventually
 
+from agentrun.bus.runs import Held
 from agentrun.domain.errors import BusUnavailable, Fenced, StoreUnavailable
 from agentrun.store.ids import new_id
 from agentrun.store.transitions import AttemptRef, Renewal
@@ -25,6 +26,9 @@ class Stores:
         self.away = False
         self.renewals = 0
         self.refreshed: list[str] = []
+        self.entry: str | None = None
+        self.on_keep: Callable[[], object] = lambda: None
+        self.acknowledged: list[Held] = []
 
     async def renew(self, refs: Sequence[AttemptRef], *, lease_seconds: float) -> Renewal:
         if self.away:
@@ -36,6 +40,14 @@ class Stores:
         if self.away:
             raise BusUnavailable("away")
         self.refreshed += entry_ids
+
+    async def keep(self, held: Sequence[Held]) -> Sequence[str | None]:
+        await self.refresh([one.entry_id or "" for one in held])
+        self.on_keep()
+        return [self.entry or one.entry_id for one in held]
+
+    async def acknowledge(self, held: Sequence[Held]) -> None:
+        self.acknowledged += held
 
     async def close(self) -> None:
         pass
@@ -72,6 +84,42 @@ async def test_a_lease_is_renewed_and_its_entry_refreshed_while_it_is_held() -> 
         await asyncio.sleep(LEASE)
         assert held.deadline == last
         assert stores.renewals <= renewals + 1
+
+
+async def test_an_entry_that_was_put_back_is_the_one_that_the_end_acknowledges() -> None:
+    stores = Stores()
+    stores.entry = "2-0"
+    async with keeper(stores) as kept:
+        held = lease()
+        kept.add(held)
+        await eventually(lambda: held.entry_id == "2-0", within=5, what="the lease knows its new entry")
+        assert held.take_entry() == "2-0"
+    assert stores.acknowledged == []
+
+
+async def test_an_entry_that_is_put_back_while_its_attempt_ends_does_not_stay() -> None:
+    stores = Stores()
+    stores.entry = "2-0"
+    async with keeper(stores) as kept:
+        held = lease()
+        taken: list[str] = []
+        stores.on_keep = lambda: taken or taken.append(held.take_entry())
+        kept.add(held)
+        await eventually(lambda: stores.acknowledged, within=5, what="what came too late is acknowledged")
+    assert taken == ["1-0"] and stores.acknowledged == [Held(held.ref.run_id, "2-0")]
+
+
+async def test_nothing_is_put_back_for_a_run_that_somebody_else_may_have() -> None:
+    class NoPostgres(Stores):
+        async def renew(self, refs: Sequence[AttemptRef], *, lease_seconds: float) -> Renewal:
+            raise StoreUnavailable("away")
+
+    stores = NoPostgres()
+    async with keeper(stores) as kept:
+        kept.hold("9-0")
+        kept.add(lease(seconds=0.0))
+        await eventually(lambda: stores.refreshed.count("9-0") > 1, within=5, what="entries have been refreshed")
+    assert "1-0" not in stores.refreshed
 
 
 async def test_qw_02_an_agent_that_blocks_the_loop_loses_no_lease() -> None:

@@ -1,15 +1,16 @@
 """The three Deployments: gateway, worker, scheduler. The worker's has no replicas: they belong to the scaler."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agentrun.manifests import AgentRun
 from agentrun.manifests.pods import OWN_VOLUME_PREFIX
 from agentrun_operator.digests import digest
-from agentrun_operator.render.config import config_digest
 from agentrun_operator.render.labels import CONFIG_DIGEST, DESIRED_DIGEST, SECRETS_DIGEST, TEMPLATE_DIGEST, new_object, selector
 from agentrun_operator.render.names import Component, component
 from agentrun_operator.render.pods import (
+    CONFIG_VOLUME,
     GATEWAY_PORT,
     HEALTH_PORT,
     KEYS_FOLDER,
@@ -42,6 +43,11 @@ class Rendered:
     image: str
     secrets_digest: str
     worker_digest: str
+    config_digests: Mapping[Component, str]
+    configs: Mapping[Component, str]
+    """Which ConfigMap the pods of each component mount."""
+    notes: Mapping[str, str]
+    """Further annotations of the Deployments themselves: what was known when they were written."""
 
 
 def gateway(given: Rendered) -> Json:
@@ -63,7 +69,7 @@ def gateway(given: Rendered) -> Json:
         env=[*store_env(given.manifest), {"name": "AGENTRUN_API_KEYS", "value": f"{KEYS_FOLDER}/{keys.key}"}],
         mounts=[config_mount(), {"name": volume, "mountPath": KEYS_FOLDER, "readOnly": True}],
         volumes=[
-            config_volume(given.key),
+            config_volume(given.configs[Component.GATEWAY]),
             {"name": volume, "secret": {"secretName": keys.name, "items": [{"key": keys.key, "path": keys.key}]}},
         ],
         annotations=_digests(given, Component.GATEWAY),
@@ -83,7 +89,7 @@ def worker(given: Rendered) -> Json:
         env=store_env(given.manifest),
         env_from=[{"secretRef": {"name": secret.name}} for secret in spec.agent.secret_refs],
         mounts=[config_mount()],
-        volumes=[config_volume(given.key)],
+        volumes=[config_volume(given.configs[Component.WORKER])],
         annotations={**_digests(given, Component.WORKER), SECRETS_DIGEST: given.worker_digest},
     )
     return _deployment(given, pod, {})
@@ -98,7 +104,7 @@ def scheduler(given: Rendered) -> Json:
         container=_health(failures=6),
         env=store_env(given.manifest),
         mounts=[config_mount()],
-        volumes=[config_volume(given.key)],
+        volumes=[config_volume(given.configs[Component.SCHEDULER])],
         annotations=_digests(given, Component.SCHEDULER),
     )
     return _deployment(given, pod, {"replicas": 1})
@@ -113,12 +119,20 @@ def _deployment(given: Rendered, pod: Pod, spec: Json) -> Json:
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": "25%", "maxUnavailable": 0}},
         "template": pod_template(given.key, given.manifest, pod=pod),
     }
-    body["metadata"]["annotations"] = {DESIRED_DIGEST: digest(body), TEMPLATE_DIGEST: digest(body["spec"]["template"])}
+    digests = {DESIRED_DIGEST: digest(body), TEMPLATE_DIGEST: digest(body["spec"]["template"])}
+    body["metadata"]["annotations"] = {**digests, **given.notes}
     return body
 
 
+def mounted_config(deployment: Mapping[str, Any]) -> str | None:
+    """The name of the ConfigMap that the pods of a Deployment mount."""
+    volumes = deployment["spec"]["template"]["spec"].get("volumes") or ()
+    found = next((volume.get("configMap") for volume in volumes if volume.get("name") == CONFIG_VOLUME), None)
+    return str(found["name"]) if found and found.get("name") else None
+
+
 def _digests(given: Rendered, part: Component) -> dict[str, str]:
-    return {CONFIG_DIGEST: config_digest(given.manifest, part), SECRETS_DIGEST: given.secrets_digest}
+    return {CONFIG_DIGEST: given.config_digests[part], SECRETS_DIGEST: given.secrets_digest}
 
 
 def _health(*, failures: int) -> Json:

@@ -14,9 +14,9 @@ RETRIES = 2
 GRACE_SECONDS = 30
 
 
-def fingerprint(template: Mapping[str, Any], *, required: int, secret_digest: str) -> str:
-    """Eight digits that change with the pods of the Job (image, spec.podTemplate), the schema that is needed, and the secret."""
-    return digest([template, required, secret_digest], length=8)
+def fingerprint(template: Mapping[str, Any], *, required: int, secrets_digest: str) -> str:
+    """Eight digits that change with the pods of the Job (image, spec.podTemplate), the schema that is needed, and the secrets."""
+    return digest([template, required, secrets_digest], length=8)
 
 
 def migration_template(key: Key, manifest: AgentRun, *, image: str) -> dict[str, Any]:

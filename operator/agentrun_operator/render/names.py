@@ -51,9 +51,9 @@ def component(key: Key, part: Component, *, resource: Resource = DEPLOYMENTS) ->
     return Ref(resource, key.namespace, name_of(key.name, part))
 
 
-def config(key: Key) -> Ref:
-    """The ConfigMap with the manifest."""
-    return Ref(CONFIGMAPS, key.namespace, name_of(key.name, "config"))
+def config(key: Key, *, fingerprint: str) -> Ref:
+    """The ConfigMap with a manifest of that fingerprint."""
+    return Ref(CONFIGMAPS, key.namespace, name_of(key.name, f"config-{fingerprint}"))
 
 
 def migration(key: Key, *, fingerprint: str) -> str:
@@ -65,7 +65,6 @@ def fixed(key: Key) -> frozenset[Ref]:
     """All objects whose name depends on the AgentRun's name alone."""
     return frozenset(
         {
-            config(key),
             component(key, Component.GATEWAY, resource=SERVICES),
             *(component(key, part) for part in SERVING),
             *(component(key, part, resource=NETWORKPOLICIES) for part in Component),

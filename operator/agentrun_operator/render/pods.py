@@ -15,11 +15,12 @@ from agentrun.manifests.base import SecretRef
 from agentrun.manifests.pods import OWN_VOLUME_PREFIX, PodTemplate, Resources
 from agentrun_operator.render.config import FILE
 from agentrun_operator.render.labels import labels, selector
-from agentrun_operator.render.names import Component, config
+from agentrun_operator.render.names import Component
 from agentrun_operator.resources import Key
 
 CONFIG_FOLDER = "/etc/agentrun"
 KEYS_FOLDER = "/etc/agentrun-keys"
+CONFIG_VOLUME = f"{OWN_VOLUME_PREFIX}config"
 HEALTH_PORT = 8081
 GATEWAY_PORT = 8080
 
@@ -78,12 +79,12 @@ def store_env(manifest: AgentRun) -> list[Json]:
 
 def config_mount() -> Json:
     """Where the container sees the manifest."""
-    return {"name": f"{OWN_VOLUME_PREFIX}config", "mountPath": CONFIG_FOLDER, "readOnly": True}
+    return {"name": CONFIG_VOLUME, "mountPath": CONFIG_FOLDER, "readOnly": True}
 
 
-def config_volume(key: Key) -> Json:
-    """The manifest as a volume."""
-    return {"name": f"{OWN_VOLUME_PREFIX}config", "configMap": {"name": config(key).name}}
+def config_volume(name: str) -> Json:
+    """The manifest in the ConfigMap of that name as a volume."""
+    return {"name": CONFIG_VOLUME, "configMap": {"name": name}}
 
 
 def secret_env(name: str, ref: SecretRef) -> Json:

@@ -51,10 +51,16 @@ def _egress(rule: Json) -> Json:
 
 
 def ports_of(url: str, *, default: int) -> list[int]:
-    """The ports of all hosts of a URL; a host without one has the default. libpq allows several, separated by commas."""
-    hosts = urlsplit(url).netloc.rpartition("@")[2]
-    found = [_port(host, default) for host in hosts.split(",")]
-    return sorted({*found, *_named(url)})
+    """The ports of all hosts of a URL; a host without one has the default, and so has what is no URL.
+
+    libpq allows several hosts, separated by commas.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return [default]
+    hosts = parts.netloc.rpartition("@")[2]
+    return sorted({*(_port(host, default) for host in hosts.split(",")), *_named(parts.query)})
 
 
 def _port(host: str, default: int) -> int:
@@ -63,9 +69,9 @@ def _port(host: str, default: int) -> int:
     return int(port) if separator and port.isascii() and port.isdigit() and 0 < int(port) < 65536 else default
 
 
-def _named(url: str) -> list[int]:
+def _named(query: str) -> list[int]:
     """Ports given as ?port=5433, which libpq reads too."""
-    pairs = (pair.partition("=") for pair in urlsplit(url).query.split("&"))
+    pairs = (pair.partition("=") for pair in query.split("&"))
     return [
         int(value)
         for name, _, value in pairs

@@ -1,0 +1,249 @@
+"""Other people's hands and bad input: labels that lie, races with deletions, floods of edits and of objects that cannot work."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from kube_client import Kube, agent_run, play_kubelet
+from kube_servers import KubeServer
+from operator_cluster import Cluster
+from processes import ProductProcess
+from waiting import eventually, rests
+
+from agentrun_operator import kube as operator_kube
+from agentrun_operator.metrics import API_REQUESTS
+from agentrun_operator.resources import AGENTRUNS, Key, Ref
+
+BAD = 1000 if os.environ.get("AGENTRUN_TEST_LONG") else 100
+"""How many objects that cannot work are made at once."""
+OURS = {"app.kubernetes.io/managed-by": "agentrun-operator"}
+KINDS = ("agentruns", "deployments", "services", "configmaps", "jobs", "poddisruptionbudgets", "networkpolicies")
+
+
+@pytest.fixture
+async def cluster(kube: Kube, namespace: str, crds_applied: KubeServer) -> AsyncIterator[Cluster]:
+    api = await operator_kube.Kube.connect([crds_applied.kubeconfig])
+    found = Cluster(kube, api, namespace)
+    await found.secrets()
+    yield found
+    await api.aclose()
+
+
+# --- labels that lie -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_child_of_another_agent_run_that_is_given_our_label_is_left_alone(cluster: Cluster) -> None:
+    await cluster.create("one")
+    await cluster.settle("one")
+    await cluster.create("two")
+    await cluster.settle("two")
+    uid = (await cluster.deployment("worker", "two"))["metadata"]["uid"]
+    labels = {"metadata": {"labels": {"agentrun.dev/agentrun": "one"}}}
+    await cluster.kube.patch("deployments", cluster.namespace, "two-worker", labels)
+
+    await cluster.reconcile("one")
+    found = await cluster.deployment("worker", "two")
+    assert (found["metadata"]["uid"], found["metadata"].get("deletionTimestamp")) == (uid, None)
+    assert await cluster.says("Ready", "one") == "True Ready"
+
+    await cluster.reconcile("two")
+    found = await cluster.deployment("worker", "two")
+    assert found["metadata"]["labels"]["agentrun.dev/agentrun"] == "two", "drift, as any other"
+
+
+async def test_a_copy_with_our_labels_is_nobodys_business(cluster: Cluster) -> None:
+    await cluster.create()
+    await cluster.settle()
+    config = await cluster.kube.get("configmaps", cluster.namespace, await cluster.config("worker"))
+    copy = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": "my-copy", "labels": config["metadata"]["labels"]},
+        "data": config["data"],
+    }
+    made = await cluster.kube.create("configmaps", cluster.namespace, copy)
+    await cluster.edit({"workers": {"retries": 7}})
+    await cluster.settle()
+    left = await cluster.kube.get("configmaps", cluster.namespace, "my-copy")
+    assert left["metadata"]["resourceVersion"] == made["metadata"]["resourceVersion"]
+
+
+async def test_a_migration_job_of_our_name_that_somebody_else_made(cluster: Cluster) -> None:
+    await cluster.create()
+    await cluster.reconcile()
+    (job,) = await cluster.kube.list("jobs", cluster.namespace)
+    name = job["metadata"]["name"]
+    await cluster.kube.delete("jobs", cluster.namespace, name)
+    await eventually(lambda: _is_gone(cluster.kube, "jobs", cluster.namespace, name), within=20, what="the Job is gone")
+    template = {"restartPolicy": "Never", "containers": [{"name": "x", "image": "x"}]}
+    labels = {**OURS, "agentrun.dev/agentrun": "support"}
+    foreign = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {"template": {"spec": template}},
+    }
+    await cluster.kube.create("jobs", cluster.namespace, foreign)
+    await cluster.reconcile()
+    assert await cluster.says("Accepted") == "False NameTaken"
+    assert name in await cluster.message("Ready")
+
+
+async def _is_gone(kube: Kube, plural: str, namespace: str, name: str) -> bool:
+    return await kube.find(plural, namespace, name) is None
+
+
+# --- races with deletions ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_deployment_that_is_deleted_unseen_never_comes_back_with_one_replica(cluster: Cluster) -> None:
+    await cluster.create(workers={"minReplicas": 3})
+    await cluster.settle()
+    await cluster.edit({"workers": {"retries": 7}})
+    await cluster.look()
+    since = await cluster.revision()
+    await cluster.kube.delete("deployments", cluster.namespace, "support-worker")
+    await eventually(
+        lambda: _is_gone(cluster.kube, "deployments", cluster.namespace, "support-worker"), within=20, what="it is gone"
+    )
+    await cluster.run(Key(cluster.namespace, "support"))  # from what it saw before
+    await cluster.settle()
+    told = [body for _, body in await cluster.history(since) if body["metadata"]["name"] == "support-worker"]
+    assert {body["spec"]["replicas"] for body in told} == {3}
+
+
+async def test_ko_13_a_deleted_agent_run_is_not_made_up_for_when_its_children_are_collected(cluster: Cluster) -> None:
+    await cluster.create()
+    await cluster.settle()
+    ref = Ref(AGENTRUNS, cluster.namespace, "support")
+    stale = cluster.cache.get(ref)
+    assert stale is not None
+    await cluster.kube.delete("agentruns", cluster.namespace, "support")
+
+    async def collected() -> bool:
+        return not await cluster.objects()
+
+    await eventually(collected, within=40, what="the children are collected")
+    await cluster.look()
+    cluster.cache.put(AGENTRUNS, stale)  # as a write's answer that comes after the news of the end
+    before = _writes()
+    await cluster.run(Key(cluster.namespace, "support"))
+    assert _writes() == before
+    assert await cluster.objects() == {}
+
+
+def _writes() -> float:
+    (family,) = API_REQUESTS.collect()
+    return sum(one.value for one in family.samples if one.name.endswith("_total") and one.labels["method"] != "GET")
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_refused_worker_leaves_no_gateway_that_takes_messages(cluster: Cluster) -> None:
+    bad = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"nope": 1}]}}}
+    await cluster.create()
+    await cluster.migrate()
+    await cluster.edit({"podTemplate": {"affinity": bad}})
+    for _ in range(3):
+        await cluster.reconcile()
+        await play_kubelet(cluster.kube, cluster.namespace)
+    assert await cluster.says("Accepted") == "False ObjectRefused"
+    assert {name.partition("/")[0] for name in await cluster.objects()} <= {"agentruns", "jobs", "configmaps", "networkpolicies"}
+
+
+async def shipped(operator_process: Any, kube: Kube, namespace: str, database_url: str, redis_url: str) -> ProductProcess:
+    """The operator's process, with the AgentRun `a` Ready."""
+    environment = {"AGENTRUN_OPERATOR_RESYNC_SECONDS": "1", "AGENTRUN_OPERATOR_LEASE": f"lease-{namespace}"}
+    process: ProductProcess = await operator_process(namespace, environment=environment, pod_namespace="default")
+    await kube.secret(namespace, "database", url=database_url)
+    await kube.secret(namespace, "redis", url=redis_url)
+    await kube.secret(namespace, "api-keys", **{"api-keys": "{}"})
+    await kube.create("agentruns", namespace, agent_run("a"))
+    await eventually(lambda: comes_up(kube, namespace), within=60, what="it is Ready")
+    return process
+
+
+async def comes_up(kube: Kube, namespace: str) -> bool:
+    await play_kubelet(kube, namespace, migrates=True)
+    found = await kube.get("agentruns", namespace, "a")
+    ready = await kube.condition(namespace, "a", "Ready")
+    return ready is not None and (ready["status"], ready["observedGeneration"]) == ("True", found["metadata"]["generation"])
+
+
+async def versions(kube: Kube, namespace: str) -> dict[str, str]:
+    """The resourceVersions of everything that the operator writes but its Lease."""
+    return {
+        f"{kind}/{one['metadata']['name']}": one["metadata"]["resourceVersion"]
+        for kind in (*KINDS, "events")
+        for one in await kube.list(kind, namespace)
+    }
+
+
+async def test_ko_06_edits_each_moment_then_silence_over_full_lists_then_ko_01_the_namespace_goes(
+    operator_process: Any, kube: Kube, namespace: str, database_url: str, redis_url: str
+) -> None:
+    process = await shipped(operator_process, kube, namespace, database_url, redis_url)
+
+    async def writes() -> float:
+        found = await process.metrics()
+        return sum(
+            value
+            for name, value in found.items()
+            if name.startswith("agentrun_operator_api_requests_total")
+            and 'method="GET"' not in name
+            and 'method="PUT"' not in name
+        )
+
+    before, edits = await writes(), 10
+    for number in range(edits):
+        await kube.patch("agentruns", namespace, "a", {"spec": {"workers": {"retries": number}}})
+        # All edits are while it is at work on one before, none waits for it.
+        await asyncio.sleep(0.2)
+    await eventually(lambda: comes_up(kube, namespace), within=60, what="the last edit is Ready")
+    assert "retries: 9" in json.dumps(await kube.list("configmaps", namespace))
+    # Of an edit: a ConfigMap, two Deployments, the older ConfigMap, Events, and some states of the status.
+    assert await writes() - before <= edits * 16
+
+    async def counted() -> bool:
+        status = (await kube.get("agentruns", namespace, "a"))["status"]
+        return "undelivered" in status["queue"] and "busy" in status["workers"]
+
+    async def full_lists() -> float:
+        return (await process.metrics())["agentrun_operator_resync_seconds_count"]
+
+    await eventually(counted, within=60, what="the counters of the scaler are in the status")
+    await rests(
+        lambda: versions(kube, namespace), turns=full_lists, count=4, within=60, what="everything that the operator writes"
+    )
+
+    await kube.delete("namespaces", "", namespace)
+    await eventually(lambda: _is_gone(kube, "namespaces", "", namespace), within=60, what="the namespace is gone")
+    assert process.returncode is None
+    assert await process.terminate() == 0
+
+
+async def test_hundreds_of_bad_objects_at_once_do_not_hold_up_a_good_one(
+    operator_process: Any, kube: Kube, namespace: str, database_url: str, redis_url: str
+) -> None:
+    await kube.secret(namespace, "nowhere", url="postgresql://u:p@10.255.255.1:5432/x")
+    await kube.secret(namespace, "database", url=database_url)
+    await kube.secret(namespace, "redis", url=redis_url)
+    await kube.secret(namespace, "api-keys", **{"api-keys": "{}"})
+    process = await operator_process(namespace)
+    places = asyncio.Semaphore(20)
+
+    async def bad(number: int) -> None:
+        name = "nowhere" if number % 2 else "absent"
+        async with places:
+            await kube.create("agentruns", namespace, agent_run(f"bad{number}", database={"secretRef": {"name": name}}))
+
+    await asyncio.gather(*(bad(number) for number in range(BAD)))
+    await kube.create("agentruns", namespace, agent_run("a"))
+    # Each has its first look before it; what fails is tried again later and later, and behind it.
+    await eventually(lambda: kube.list("jobs", namespace), within=15 + BAD / 10, what="the migration of the good one is made")
+    await eventually(lambda: comes_up(kube, namespace), within=30, what="it is Ready")
+    assert process.returncode is None
