@@ -2,12 +2,13 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system lint fmt types model bench-operator docs clean
+.PHONY: help demo test test-system lint fmt types model up e2e down bench-operator docs image chart clean
 
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
 # Tests wait for deadlines more than they compute, so more of them than cores run side by side; JOBS=0 runs one after the other.
 JOBS    ?= 4
+LEVEL   ?= smoke
 PYTEST  := $(RUN)/pytest -n $(JOBS) --dist worksteal
 
 # The shell takes these from the environment, where quotes and spaces in them mean nothing. Only what is set is exported.
@@ -48,11 +49,36 @@ types: .venv/.synced ## Types only
 model: .venv/.synced ## Explore the protocol model; WHICH=base, large, without, bug, harmless or all
 	$(RUN)/python tests/unit/model/protocol_run.py $(or $(WHICH),base)
 
+up: .venv/.synced ## The whole system on a kind cluster, with an example; needs Docker, kind, kubectl, helm
+	@$(RUN)/python e2e/cluster.py up
+
+e2e: .venv/.synced ## Scenarios on a kind cluster, LEVEL=smoke or full; needs Docker, kind, kubectl, helm
+	@mkdir -p $(REPORTS)
+	$(RUN)/pytest e2e --level=$(LEVEL) --junitxml=$(REPORTS)/e2e.xml $(ARGS)
+
+down: .venv/.synced ## Take the cluster down
+	@$(RUN)/python e2e/cluster.py down
+
 bench-operator: .venv/.synced ## The operator with 100, 300 and 1,000 AgentRuns (COUNTS="100"); needs KUBEBUILDER_ASSETS
 	$(RUN)/python bench/operator_load.py $(COUNTS)
 
 docs: .venv/.synced ## Write the reference pages that are made from the code
 	$(RUN)/python -m agentrun.manifests.reference > docs/manifest.md
+
+IMAGE      ?= agentrun:dev
+BASE_IMAGE ?= python:3.13-slim
+image: | $(UV) ## Build the container image IMAGE (agentrun:dev) on BASE_IMAGE; needs Docker, but no network while it builds
+	@$(UV) run --quiet --isolated --no-project --with pip==25.3 --with packaging==25.0 \
+		python image/wheels.py dist/image "$(BASE_IMAGE)" "$(UV)"
+	@docker build --quiet --tag "$(IMAGE)" --build-arg BASE_IMAGE="$(BASE_IMAGE)" --build-arg SOURCE="$(SOURCE)" \
+		--build-arg VERSION="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' services/agentrun/__init__.py)" \
+		--build-arg REVISION="$$(git describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null)" . >/dev/null
+	@docker run --rm --network=none "$(IMAGE)" --version | sed 's|^|built $(IMAGE), agentrun |'
+
+chart: .venv/.synced ## Make the chart's README and schema from values.yaml, check the chart, and pack it into dist/; needs helm
+	$(RUN)/python charts/agentrun/describe.py
+	helm lint --strict --quiet charts/agentrun
+	helm package --destination dist charts/agentrun
 
 clean: ## Remove what was built and cached; keeps the data in .agentrun
 	rm -rf .venv .uv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis dist

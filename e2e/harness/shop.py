@@ -1,0 +1,82 @@
+"""A namespace in which one scenario lives."""
+
+import contextlib
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx2
+
+from harness import agents
+from harness.gateway import Gateway
+from harness.kubectl import Document
+from harness.system import System
+
+TOOLS = {"model": "openai:gpt-4.1", "instructions": "You run a shop.", "tools": ["shop:charge"]}
+WORK = {"entrypoint": "shop:work"}
+
+
+class Shop:
+    """Secrets, code and a provider; `agent` makes an AgentRun and returns a client of its gateway."""
+
+    def __init__(self, system: System, namespace: str) -> None:
+        self.system = system
+        self.kubectl = system.kubectl
+        self.namespace = namespace
+        self.since = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self.operator_was_disturbed = False
+        """Set by a scenario that restarts the operator."""
+        self.expected_errors: list[str] = []
+        """Patterns of log lines that the scenario brings about."""
+        self._credentials = agents.credentials(system.new_database(namespace), system.redis_url)
+        self._open = contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Makes the namespace and what every AgentRun in it needs."""
+        self.kubectl.apply([agents.namespace(self.namespace)])
+        self.kubectl.apply([*self._credentials.documents, agents.code(), *agents.provider(self.system.image)], self.namespace)
+
+    def apply(self, *documents: Document) -> None:
+        """Applies documents in this namespace."""
+        self.kubectl.apply(documents, self.namespace)
+
+    def agent(self, name: str, agent: dict[str, Any], *, ready_within: float = 60.0, **spec: Any) -> Gateway:
+        """An AgentRun, Ready within so many seconds."""
+        self.kubectl("rollout", "status", "-n", self.namespace, "deployment/provider", "--timeout=60s", within=90)
+        self.apply(agents.agent_run(name, agent, **spec))
+        self.kubectl.wait(f"agentrun/{name}", "condition=Ready", self.namespace, within=ready_within)
+        return self.gateway(name)
+
+    def gateway(self, name: str) -> Gateway:
+        """A client of an AgentRun's gateway."""
+        client = Gateway(self.kubectl, self.namespace, name, self._credentials.api_key)
+        self._open.callback(client.close)
+        return client
+
+    def pods(self, name: str, component: str) -> list[Document]:
+        """The pods of an AgentRun's component that are not being deleted."""
+        labels = f"agentrun.dev/agentrun={name},app.kubernetes.io/component={component}"
+        return [
+            one for one in self.kubectl.items("pods", self.namespace, labels=labels) if "deletionTimestamp" not in one["metadata"]
+        ]
+
+    def counts(self) -> dict[str, int]:
+        """What the provider has counted."""
+        with self.kubectl.forward("service/provider", agents.PROVIDER_PORT, self.namespace) as port:
+            return dict(httpx2.get(f"http://127.0.0.1:{port}/counts", timeout=10).json())
+
+    def psql(self, statement: str) -> str:
+        """A statement on this namespace's database."""
+        return self.system.psql(self.namespace, statement)
+
+    def remove_agents(self) -> None:
+        """Deletes AgentRuns and CronTasks; fails unless everything that followed from them goes too, within a minute."""
+        self.kubectl("delete", "crontasks,agentruns", "--all", "-n", self.namespace, "--wait", "--timeout=60s", within=90)
+        self.kubectl(
+            "wait", "--for=delete", "-n", self.namespace, "-l", "agentrun.dev/agentrun", "--timeout=60s",
+            "deployments,replicasets,pods,jobs,services,configmaps,networkpolicies,poddisruptionbudgets", within=90,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Deletes the namespace."""
+        self._open.close()
+        self.kubectl.delete("namespace", self.namespace, wait=False)

@@ -1,0 +1,104 @@
+"""The whole path on a real cluster, once: Ready, a stream that is cut, a worker that is killed, a schedule, and nothing left."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+from waiting import eventually
+
+from harness.gateway import shown, text_of
+from harness.shop import TOOLS, WORK, Shop
+
+
+async def test_ready_within_a_minute_and_a_cut_stream_goes_on_without_a_gap_or_a_double(
+    shop: Shop, say: Callable[[str], None]
+) -> None:
+    started = time.monotonic()
+    gateway = shop.agent("support", TOOLS, ready_within=60)
+    say(f"Ready after {time.monotonic() - started:.1f} s")
+
+    run = gateway.submit("[[slow ms=30]] [[deltas n=20]]")
+    async with gateway.stream(run["run_id"]) as stream:
+        first = [frame.json() for frame in await stream.take(4, within=60)]
+    async with gateway.stream(run["run_id"], after=first[-1]["seq"]) as stream:
+        rest = [frame.json() for frame in await stream.rest(within=60)]
+    again = await gateway.events(run["run_id"])
+
+    seen = first + rest
+    assert [event["seq"] for event in seen] == list(range(len(seen))), shown(seen)
+    assert [(event["seq"], event["kind"]) for event in seen] == [(event["seq"], event["kind"]) for event in again]
+    assert text_of(seen) == text_of(again) == "".join(f"{number} " for number in range(20))
+    assert seen[-1]["kind"] == "completed"
+
+
+async def test_a_worker_that_is_killed_after_a_tool_call_is_replaced_and_the_tool_is_called_once(shop: Shop) -> None:
+    gateway = shop.agent(
+        "support", TOOLS, workers={"minReplicas": 1, "maxReplicas": 2, "leaseSeconds": 5}, reaper={"idleSeconds": 5}
+    )
+    run = gateway.submit('[[tool charge {"order": "o1"}]] [[slow ms=200]] [[deltas n=40]]')
+    async with gateway.stream(run["run_id"]) as stream:
+        seen = []
+        while sum(event["kind"] == "text_delta" for event in seen) < 3:
+            seen += [frame.json() for frame in await stream.take(1, within=60)]
+        (pod,) = shop.pods("support", "worker")
+        assert shop.system.cluster.kill(pod["metadata"]["uid"]) >= 1
+        seen += [frame.json() for frame in await stream.rest(within=90)]
+
+    assert [event["seq"] for event in seen] == list(range(len(seen))), shown(seen)
+    assert sum(event["kind"] == "restart" for event in seen) == 1
+    assert (seen[-1]["kind"], seen[-1]["epoch"]) == ("completed", 2), shown(seen)
+    assert text_of(seen) == "".join(f"{number} " for number in range(40))
+    assert shop.counts()["charge-o1"] == 1
+    assert shop.psql("SELECT outcome FROM attempts ORDER BY epoch").splitlines() == ["lost", "finished"]
+
+
+async def test_workers_come_from_zero_and_go_to_zero_again(shop: Shop, say: Callable[[str], None]) -> None:
+    gateway = shop.agent("jobs", WORK, scaling={"cooldownSeconds": 2, "scaleDownStabilizationSeconds": 0})
+    assert shop.pods("jobs", "worker") == []
+
+    started = time.monotonic()
+    run = gateway.submit("1 second")
+    await eventually(lambda: gateway.run(run["run_id"])["status"] == "succeeded", within=60, what="it is done")
+    say(f"from zero to done: {time.monotonic() - started:.1f} s")
+
+    assert shop.counts()[f"done-{run['run_id']}"] == 1
+    await eventually(lambda: not shop.pods("jobs", "worker"), within=60, what="no worker is left")
+
+
+async def test_a_crontask_fires_on_its_minute(shop: Shop) -> None:
+    shop.agent("jobs", WORK)
+    shop.apply(
+        {
+            "apiVersion": "agentrun.dev/v1alpha1",
+            "kind": "CronTask",
+            "metadata": {"name": "each-minute"},
+            "spec": {"agentRunRef": {"name": "jobs"}, "schedule": "* * * * *", "input": "0.1"},
+        }
+    )
+
+    await eventually(
+        lambda: shop.psql("SELECT count(*) FROM slots WHERE outcome = 'ran'") == "1", within=90, what="its first slot"
+    )
+    await eventually(lambda: shop.psql("SELECT status FROM runs") == "succeeded", within=60, what="its run is done")
+    assert shop.psql("SELECT count(*) FROM slots s JOIN runs r ON r.id = s.run_id WHERE r.slot = s.slot") == "1"
+    await eventually(
+        lambda: (shop.kubectl.get("crontask", "each-minute", shop.namespace).get("status") or {}).get("lastScheduleTime"),
+        within=30,
+        what="its status says so",
+    )
+
+
+@pytest.mark.full
+async def test_two_agentruns_on_one_database_are_told_apart(shop: Shop) -> None:
+    shop.agent("first", WORK)
+    from harness import agents
+
+    shop.apply(agents.agent_run("second", WORK))
+    await eventually(
+        lambda: (
+            (shop.kubectl.condition("agentrun", "second", shop.namespace, "SchemaReady") or {}).get("reason") == "DatabaseNotOurs"
+        ),
+        within=30,
+        what="the second one is refused",
+    )
+    assert shop.kubectl.find("deployment", "second-worker", shop.namespace) is None
