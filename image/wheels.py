@@ -95,7 +95,9 @@ def build(uv: str, folder: Path) -> None:
     (folder / ".gitignore").unlink(missing_ok=True)
     (wheel,) = folder.glob("agentrun-*.whl")
     version = wheel.name.split("-")[1]
-    (folder / "requirements.txt").write_text(f"agentrun=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
+    (folder / "requirements.txt").write_text(
+        f"agentrun=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
+    )
     shutil.copy(Path(__file__).with_name("sbom.py"), folder)
 
 

@@ -28,6 +28,7 @@ Sink = Callable[[Resource, str | None, Body], None]
 Login = Callable[[], Awaitable[Connection]]
 
 STOP_SECONDS = 5.0
+INSIST_SECONDS = 1.0
 QUIET_SECONDS = 30.0
 RELIST_FIRST_SECONDS = 1.0
 RELIST_SECONDS = 60.0
@@ -124,10 +125,32 @@ class Watcher:
         )
         self._loop, self._operator = asyncio.get_running_loop(), asyncio.create_task(running)
         self._loop.set_exception_handler(_note_left_over)
+        insisting = asyncio.create_task(_insist())
         try:
             await self._operator
         finally:
-            await asyncio.sleep(_TLS_SECONDS)
+            insisting.cancel()
+            await _clear_up()
+
+
+async def _clear_up() -> None:
+    """Ends what kopf has left, so that its connections are closed while the loop still runs."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=1.0)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await asyncio.sleep(_TLS_SECONDS)
+
+
+async def _insist() -> None:
+    """Cancels again what kopf has cancelled and what goes on all the same: kopf would wait for it for ever."""
+    while True:
+        await asyncio.sleep(INSIST_SECONDS)
+        for task in asyncio.all_tasks():
+            if task.cancelling() and task.get_name().startswith("watcher for "):
+                task.cancel()
 
 
 def _note_left_over(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -24,7 +24,6 @@ from waiting import eventually, rests
 from agentrun.domain.errors import StoreUnavailable
 from agentrun_operator import main, resync
 from agentrun_operator import settings as operator_settings
-from agentrun_operator.handlers import WatchEnded
 from agentrun_operator.leading import Shared
 from agentrun_operator.resources import AGENTRUNS, Key, Ref
 
@@ -122,9 +121,18 @@ async def test_missing_kinds_are_waited_for_and_every_change_reaches_the_queue(p
         await private.delete("agentruns", "default", "a")
         await eventually(lambda: stub.generations["a"] is None, within=20, what="the deletion is seen")
 
-        await asyncio.to_thread(private_api_server.kubectl, "delete", "-f", str(CRDS / "crontasks.yaml"))
-        await asyncio.wait([operator.task], timeout=60)
-        assert isinstance(operator.task.exception(), WatchEnded)
+
+async def test_a_kind_that_is_removed_ends_the_process(
+    private_api_server: KubeServer, product_processes: ProductProcesses, tmp_path: Path
+) -> None:
+    private_api_server.apply_crds()
+    process = stub_process(private_api_server.kubeconfig, product_processes, tmp_path, "one", namespace="default")
+    await process.ready()
+    await eventually(lambda: said(process, "leading"), within=20, what="it leads")
+
+    await asyncio.to_thread(private_api_server.kubectl, "delete", "-f", str(CRDS / "crontasks.yaml"))
+
+    await ends_since_its_watches_ended(process)
 
 
 async def test_ko_02_a_watch_that_goes_silent_is_opened_anew(front: KubeFront, kube: Kube, namespace: str) -> None:
@@ -163,13 +171,12 @@ async def test_ko_03_what_was_deleted_while_versions_expired_is_noticed(
 
 
 async def test_ko_03_an_expired_version_as_the_status_of_a_watch_ends_the_process_and_a_new_one_lists(
-    front: KubeFront, kube: Kube, namespace: str
+    front: KubeFront, kube: Kube, namespace: str, product_processes: ProductProcesses, tmp_path: Path
 ) -> None:
     gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
     front.answer(lambda request: is_watch(request) and request.path.endswith("/agentruns"), 410, body=gone)
-    async with running(front.kubeconfig, namespace=namespace) as operator:
-        await asyncio.wait([operator.task], timeout=60)
-        assert isinstance(operator.task.exception(), WatchEnded)
+    process = stub_process(front.kubeconfig, product_processes, tmp_path, "one", namespace=namespace)
+    await ends_since_its_watches_ended(process)
     async with running(front.kubeconfig, namespace=namespace, name="next") as operator:
         await operator.works()
         await make(kube, "a", namespace=namespace)
@@ -243,7 +250,9 @@ async def test_ko_06_own_status_writes_end_in_silence(front: KubeFront, kube: Ku
 async def test_ko_09_one_operator_works_and_another_takes_over(
     crds_applied: KubeServer, kube: Kube, namespace: str, product_processes: ProductProcesses, tmp_path: Path
 ) -> None:
-    both = [stub_process(crds_applied, product_processes, tmp_path, name, namespace=namespace) for name in ("one", "two")]
+    both = [
+        stub_process(crds_applied.kubeconfig, product_processes, tmp_path, name, namespace=namespace) for name in ("one", "two")
+    ]
     await asyncio.gather(*(process.ready(within=180) for process in both))
     await eventually(lambda: any(said(process, "leading") for process in both), within=30, what="one leads")
     await make(kube, "a", namespace=namespace)
@@ -382,13 +391,19 @@ async def versions(kube: Kube, namespace: str) -> dict[str, str]:
     }
 
 
-def stub_process(server: KubeServer, processes: ProductProcesses, folder: Path, name: str, *, namespace: str) -> ProductProcess:
+async def ends_since_its_watches_ended(process: ProductProcess) -> None:
+    """In a process of its own, as shipped: kopf leaves its connections open when it ends by an error."""
+    assert await process.wait(within=60) != 0
+    assert "the watches ended" in process.log_tail()
+
+
+def stub_process(kubeconfig: Path, processes: ProductProcesses, folder: Path, name: str, *, namespace: str) -> ProductProcess:
     """This file as a program: an operator with a stub, which says what it does in its log."""
     port = free_port()
     environment = {
         **clean_environment(),
         "PYTHONPATH": os.pathsep.join(sys.path),
-        "KUBECONFIG": str(server.kubeconfig),
+        "KUBECONFIG": str(kubeconfig),
         "POD_NAME": name,
         "POD_NAMESPACE": namespace,
         "AGENTRUN_OPERATOR_NAMESPACES": namespace,

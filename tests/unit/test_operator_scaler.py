@@ -525,9 +525,10 @@ async def test_where_autoscalers_cannot_be_listed_the_manager_of_replicas_tells(
 
 async def test_an_autoscaler_is_noticed_also_while_nothing_may_be_changed(stage: Stage) -> None:
     await stage.sample(2)
+    await stage.autoscalers.refresh()  # before there is one: a list that is older than the Deployment does not count
     stage.kube.hpas = [hpa()]
     stage.kube.deployment = owned(deployment(6, generation=5, observedGeneration=4), "kube-controller-manager")
-    await stage.sample(2)
+    await stage.sample(2, after=0.5)
     assert stage.state is ScalingState.FOREIGN_SCALER
     assert stage.kube.writes == [2]
 

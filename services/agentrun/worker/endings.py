@@ -56,7 +56,9 @@ class Failure:
 class Ending:
     """The end of one attempt; exactly one of its methods is called. `take_entry` gives the entry that is to be acknowledged then, once."""
 
-    def __init__(self, writer: Writer, run_log: RunLog, claimed: Claimed, take_entry: Callable[[], str], retries: Retries) -> None:
+    def __init__(
+        self, writer: Writer, run_log: RunLog, claimed: Claimed, take_entry: Callable[[], str], retries: Retries
+    ) -> None:
         self._writer = writer
         self._log = run_log
         self._claimed = claimed
