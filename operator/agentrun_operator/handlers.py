@@ -207,6 +207,8 @@ def _kopf_settings(settings: OperatorSettings) -> kopf.OperatorSettings:
     found.scanning.disabled = True
     """Scanning wants rights on CRDs and namespaces, and where they are refused it watches nothing for a minute."""
     found.persistence.diffbase_storage = _NoEssence()
+    found.queueing.idle_timeout = 0.5
+    """Each object with news has a task until it was without for so long: at the default of 5 s, many thousands in a flood."""
     found.networking.connect_timeout = 5
     found.networking.request_timeout = 30
     """Its default of 300 s would leave us blind for as long after one hung list."""

@@ -14,6 +14,8 @@ from waiting import eventually
 
 from agentrun_operator import handlers, kube_watch
 
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of kopf: see running
+
 EXPIRED = {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}}
 
 

@@ -27,6 +27,8 @@ from agentrun_operator import settings as operator_settings
 from agentrun_operator.leading import Shared
 from agentrun_operator.resources import AGENTRUNS, Key, Ref
 
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of kopf: see running
+
 LEASE = "agentrun-operator"
 SHORT: dict[str, Any] = {"request_seconds": 2.0, "lease_seconds": 60, "renew_seconds": 2.0}
 """Settings with which an operator soon notices that the API server does not answer. The lease is long: only it works again then."""

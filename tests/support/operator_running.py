@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
+import threading
+import warnings
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -119,5 +122,17 @@ async def running(
         stop.set()
         await asyncio.wait([running.task], timeout=60)
         assert running.task.done()
+        await _watches_have_ended()
         if not running.task.cancelled() and running.task.exception() and not isinstance(running.task.exception(), WatchEnded):
             running.task.result()
+
+
+async def _watches_have_ended() -> None:
+    """kopf leaves connections of sessions that it replaced, or that ended by an error, to the collector. A process's end closes them."""
+    for thread in threading.enumerate():
+        if thread.name == "watches":
+            await asyncio.to_thread(thread.join, 30)
+            assert not thread.is_alive(), "the watches go on"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
