@@ -2,6 +2,7 @@
 
     make bench-operator                    100, 300 and 1,000 AgentRuns
     make bench-operator COUNTS="100"
+    make bench-operator COUNTS="50 --idle=300"
 
 A real API server ($KUBEBUILDER_ASSETS), Postgres and Redis from wheels. Each AgentRun has a database of its own, made from a template
 and reserved for it before the clock starts, so that no migration is timed; a thousand of them take 8 GB below /tmp until the end. No pods
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
@@ -53,16 +55,18 @@ class Figures:
     memory: float
     tick: float
     writes: int
+    changed: int
+    """Objects whose resourceVersion is another one than before the idle time."""
 
     def __str__(self) -> str:
         return (
             f"{self.count} AgentRuns: reconciled in {self.reconciled:.1f} s, ready in {self.ready:.1f} s; idle: "
             f"{self.idle_cpu:.1f} % of a core (API server {self.api_server_idle_cpu:.1f} %), {self.memory:.0f} MiB, "
-            f"tick {1000 * self.tick:.0f} ms, {self.writes} writes"
+            f"tick {1000 * self.tick:.0f} ms, {self.writes} writes, {self.changed} objects changed"
         )
 
 
-async def main(counts: Sequence[int]) -> None:
+async def main(counts: Sequence[int], idle_seconds: float) -> None:
     reason = why_not()
     if reason:
         sys.exit(f"bench-operator: {reason}")
@@ -74,7 +78,7 @@ async def main(counts: Sequence[int]) -> None:
             with short_folder() as kube_folder:
                 server = KubeServer(kube_folder)
                 try:
-                    found.append(await measure(server, urls, count))
+                    found.append(await measure(server, urls, count, idle_seconds))
                 finally:
                     server.discard()
             print(found[-1], flush=True)
@@ -100,7 +104,7 @@ async def make_databases(urls: StoreUrls, count: int) -> None:
     print(f"{count} databases made in {time.monotonic() - begun:.0f} s", flush=True)
 
 
-async def measure(server: KubeServer, urls: StoreUrls, count: int) -> Figures:
+async def measure(server: KubeServer, urls: StoreUrls, count: int, idle_seconds: float) -> Figures:
     await server.start()
     server.apply_crds()
     async with Kube(server) as kube:
@@ -117,7 +121,11 @@ async def measure(server: KubeServer, urls: StoreUrls, count: int) -> Figures:
             print(f"{count}: ready after {ready:.1f} s", flush=True)
             busy = cpu_seconds(operator.pid)
             await asyncio.sleep(SETTLE_SECONDS)
-            return await idle(operator, server, count, reconciled, ready, busy)
+            seen = await versions(kube)
+            figures = await idle(operator, server, idle_seconds)
+            now = await versions(kube)
+            changed = sum(seen.get(uid) != now.get(uid) for uid in {*seen, *now})
+            return Figures(count, reconciled, ready, busy, changed=changed, **figures)
         finally:
             operator.kill()
 
@@ -138,28 +146,44 @@ def start_operator(server: KubeServer) -> ProductProcess:
     )
 
 
-async def idle(operator: ProductProcess, server: KubeServer, count: int, reconciled: float, ready: float, busy: float) -> Figures:
-    """The figures of a minute in which nothing happens."""
+async def versions(kube: Kube) -> dict[str, str]:
+    """The resourceVersion of each AgentRun and of each of its objects and Events, by uid."""
+    found = {}
+    for kind in (
+        "agentruns",
+        "deployments",
+        "services",
+        "configmaps",
+        "jobs",
+        "poddisruptionbudgets",
+        "networkpolicies",
+        "events",
+    ):
+        for number in range(NAMESPACES):
+            found |= {
+                one["metadata"]["uid"]: one["metadata"]["resourceVersion"] for one in await kube.list(kind, namespace(number))
+            }
+    return found
+
+
+async def idle(operator: ProductProcess, server: KubeServer, seconds: float) -> dict[str, Any]:
+    """The figures of a time in which nothing happens."""
     api_server = server.apiserver.pid
     assert api_server is not None
     before, cpu, api_cpu = await operator.metrics(), cpu_seconds(operator.pid), cpu_seconds(api_server)
     begun = time.monotonic()
-    await asyncio.sleep(IDLE_SECONDS)
+    await asyncio.sleep(seconds)
     took = time.monotonic() - begun
     cpu, api_cpu = cpu_seconds(operator.pid) - cpu, cpu_seconds(api_server) - api_cpu
     after = await operator.metrics()
     ticks = difference(before, after, "agentrun_operator_tick_seconds_count")
-    return Figures(
-        count=count,
-        reconciled=reconciled,
-        ready=ready,
-        busy_cpu_seconds=busy,
-        idle_cpu=100 * cpu / took,
-        api_server_idle_cpu=100 * api_cpu / took,
-        memory=resident_mib(operator.pid),
-        tick=difference(before, after, "agentrun_operator_tick_seconds_sum") / max(ticks, 1),
-        writes=writes(before, after),
-    )
+    return {
+        "idle_cpu": 100 * cpu / took,
+        "api_server_idle_cpu": 100 * api_cpu / took,
+        "memory": resident_mib(operator.pid),
+        "tick": difference(before, after, "agentrun_operator_tick_seconds_sum") / max(ticks, 1),
+        "writes": writes(before, after),
+    }
 
 
 def difference(before: Metrics, after: Metrics, name: str, **labels: str) -> float:
@@ -251,4 +275,6 @@ def resident_mib(pid: int) -> float:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measures the operator with many AgentRuns.")
     parser.add_argument("counts", nargs="*", type=int, default=[100, 300, 1000])
-    asyncio.run(main(parser.parse_args().counts))
+    parser.add_argument("--idle", type=float, default=IDLE_SECONDS, help="seconds to watch it idle")
+    given = parser.parse_args()
+    asyncio.run(main(given.counts, given.idle))
