@@ -176,9 +176,10 @@ class _Operator:
             queue = self._shared.cron_tasks if resource == CRONTASKS else self._shared.runs
             for key in {*owners(resource, body), *(owners(resource, before) if before else ())}:
                 queue.add(key)
-            if resource == AGENTRUNS and (before is None or kind == "DELETED"):
-                self._enqueue_cron_tasks_of(Key(ref.namespace, ref.name))
             self._measure()
+        if resource == AGENTRUNS and (before is None or kind in ("ADDED", "DELETED")):
+            # Also where a reconcile has noticed it first, so that the cache learns nothing here.
+            self._enqueue_cron_tasks_of(Key(ref.namespace, ref.name))
 
     def _enqueue_cron_tasks_of(self, agent: Key) -> None:
         """Their conditions say whether their AgentRun is there."""
