@@ -49,6 +49,11 @@ class ObjectCache:
     def get(self, ref: Ref) -> Body | None:
         return self._objects.get(ref.resource, {}).get(ref)
 
+    def known(self, resource: Resource, body: Mapping[str, Any]) -> Body | None:
+        """What is kept of this object in this same state, None if nothing is."""
+        found = self.get(ref_of(resource, body))
+        return found if found is not None and _state(found) == _state(body) else None
+
     def children(self, key: Key) -> dict[Ref, Body]:
         """What carries the label of this AgentRun, whoever made it."""
         return {ref: self._objects[ref.resource][ref] for ref in self._children.get(key, ())}
@@ -71,7 +76,7 @@ class ObjectCache:
             return False
         objects = self._objects.setdefault(resource, {})
         known = objects.get(ref)
-        if known is not None and uid_of(known) == uid and version_of(known) == version_of(body):
+        if known is not None and _state(known) == _state(body):
             return False
         if known is not None:
             self._unlink(ref, known)

@@ -31,6 +31,10 @@ APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
+PAGE = 200
+"""Objects in one answer to a list."""
+Keep = Callable[[list[Body]], list[Body]]
+
 _PAUSES = (0.1, 0.4, 1.0)
 """Seconds before the second, third and fourth try of one call."""
 _LONGEST_WAIT = 5.0
@@ -74,16 +78,16 @@ class Kube:
         *,
         namespace: str | None = None,
         labels: str | None = None,
-        limit: int = 500,
-        on_page: Callable[[], None] = lambda: None,
+        limit: int = PAGE,
+        keep: Keep = lambda page: page,
     ) -> Listing:
-        """A complete list, in pages of `limit`; `on_page` is called after each. If it expires half-way, it is asked for once more in
-        one piece."""
-        return await self._list(_list_request(resource, namespace, labels), limit, on_page)
+        """A complete list without managedFields, in pages of `limit`, made of what `keep` says to each page. If it expires half-way,
+        it is asked for once more in one piece."""
+        return await self._list(_list_request(resource, namespace, labels), limit, keep)
 
     async def list_metadata(self, resource: Resource, *, namespace: str | None = None, labels: str | None = None) -> Listing:
         """The same without contents."""
-        return await self._list(_list_request(resource, namespace, labels, accept=METADATA_LIST), 500)
+        return await self._list(_list_request(resource, namespace, labels, accept=METADATA_LIST), PAGE)
 
     async def apply(self, ref: Ref, body: Body, *, manager: str, subresource: str | None = None, only_new: bool = False) -> Body:
         """Server-side apply with force; makes the object if it is not there (a subresource's object must be).
@@ -137,25 +141,25 @@ class Kube:
             silence=silence,
         )
 
-    async def _list(self, request: Request, limit: int, on_page: Callable[[], None] = lambda: None) -> Listing:
+    async def _list(self, request: Request, limit: int, keep: Keep = lambda page: page) -> Listing:
         try:
-            return await self._pages(request, limit, on_page)
+            return await self._pages(request, limit, keep)
         except Expired:  # its continue token: changes were faster than we
-            return await self._pages(request, 0, on_page)
+            return await self._pages(request, 0, keep)
 
-    async def _pages(self, request: Request, limit: int, on_page: Callable[[], None]) -> Listing:
+    async def _pages(self, request: Request, limit: int, keep: Keep) -> Listing:
         items: list[Body] = []
         token = ""
         while True:
             query = [*request.query, *([("limit", str(limit))] if limit else []), *([("continue", token)] if token else [])]
             page = await self._call(Request("GET", request.path, query, accept=request.accept))
             kind, version = str(page.get("kind", "")).removesuffix("List"), page.get("apiVersion", "")
-            for item in page.get("items") or ():
+            found: list[Body] = page.get("items") or []
+            for item in found:
                 item.setdefault("kind", kind)
                 item.setdefault("apiVersion", version)
                 item["metadata"].pop("managedFields", None)
-                items.append(item)
-            on_page()
+            items += keep(found)
             token = page["metadata"].get("continue", "")
             if not token:
                 return Listing(items, page["metadata"].get("resourceVersion", ""))

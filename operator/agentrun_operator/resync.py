@@ -10,8 +10,8 @@ from typing import Protocol
 import structlog
 
 from agentrun.maintenance.supervise import Stamp
-from agentrun_operator.cache import ObjectCache
-from agentrun_operator.kube import Listing
+from agentrun_operator.cache import Body, ObjectCache
+from agentrun_operator.kube import PAGE, Keep, Listing
 from agentrun_operator.metrics import RESYNC_FOUND, RESYNC_SECONDS, SYNCED
 from agentrun_operator.resources import AGENTRUNS, CHILDREN, CHILDREN_SELECTOR, CRONTASKS, WATCHED, Key, Ref, Resource
 from agentrun_operator.work_queue import WorkQueue
@@ -35,8 +35,8 @@ class Lister(Protocol):
         *,
         namespace: str | None = None,
         labels: str | None = None,
-        limit: int = 500,
-        on_page: Callable[[], None] = lambda: None,
+        limit: int = PAGE,
+        keep: Keep = lambda page: page,
     ) -> Listing: ...
 
 
@@ -122,11 +122,17 @@ class Resync:
 
     async def _take(self, resource: Resource, stamp: Stamp) -> set[Key]:
         labels = CHILDREN_SELECTOR if resource in CHILDREN else None
+
+        def keep(page: list[Body]) -> list[Body]:
+            """A page is progress, and what is known already need not be in memory twice until the last one."""
+            stamp()
+            return [self._cache.known(resource, body) or body for body in page]
+
         since = self._cache.begin_list()
         try:
             items = []
             for namespace in self._namespaces or (None,):
-                items += (await self._lister.list(resource, namespace=namespace, labels=labels, on_page=stamp)).items
+                items += (await self._lister.list(resource, namespace=namespace, labels=labels, keep=keep)).items
             return self._cache.replace_all(resource, items, since=since, within=self._is_watched)
         finally:
             self._cache.end_list()

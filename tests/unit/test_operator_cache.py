@@ -1,7 +1,6 @@
 """The operator's picture of the cluster: events in any order, lists that race with them, and what vanished unseen."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from agentrun_operator import sharing
 from agentrun_operator.cache import ObjectCache
-from agentrun_operator.kube import Listing
+from agentrun_operator.kube import Keep, Listing
 from agentrun_operator.resources import AGENTRUNS, CONFIGMAPS, CRONTASKS, DEPLOYMENTS, SECRETS, Key, Ref, Resource
 from agentrun_operator.resync import Resync
 from agentrun_operator.secret_watch import secrets_named_in
@@ -198,6 +197,13 @@ def test_a_list_from_before_our_write_does_not_undo_it(cache: ObjectCache) -> No
     assert (version(cache), cache.disturbed(A)) == ("2", False)
 
 
+def test_what_is_known_in_the_same_state_is_told(cache: ObjectCache) -> None:
+    cache.put(DEPLOYMENTS, state("1"))
+    assert cache.known(DEPLOYMENTS, state("1")) is cache.get(ref(DEPLOYMENTS, "a-worker"))
+    assert cache.known(DEPLOYMENTS, state("2")) is None
+    assert cache.known(DEPLOYMENTS, thing("a-worker", uid="2")) is None
+
+
 class Lister:
     """Lists what it is given."""
 
@@ -212,10 +218,10 @@ class Lister:
         namespace: str | None = None,
         labels: str | None = None,
         limit: int = 500,
-        on_page: Callable[[], None] = lambda: None,
+        keep: Keep = lambda page: page,
     ) -> Listing:
         self.asked.append((resource.plural, namespace, labels))
-        return Listing(self.items.get(resource.plural, []), "1")
+        return Listing(keep(self.items.get(resource.plural, [])), "1")
 
 
 async def test_a_full_list_finds_what_the_watches_missed(cache: ObjectCache) -> None:

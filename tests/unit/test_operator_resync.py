@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from waiting import eventually
 from agentrun_operator import resync as module
 from agentrun_operator import secret_watch
 from agentrun_operator.cache import ObjectCache
-from agentrun_operator.kube import Forbidden, Listing, MetadataEvent, Unavailable
+from agentrun_operator.kube import Forbidden, Keep, Listing, MetadataEvent, Unavailable
 from agentrun_operator.kube_errors import error_of
 from agentrun_operator.resources import AGENTRUNS, WATCHED, Key, Resource
 from agentrun_operator.resync import Resync
@@ -32,15 +32,14 @@ class Lister:
         namespace: str | None = None,
         labels: str | None = None,
         limit: int = 500,
-        on_page: Callable[[], None] = lambda: None,
+        keep: Keep = lambda page: page,
     ) -> Listing:
         if resource == WATCHED[0]:
             self.begun.append(time.monotonic())
-        on_page()
         items: list[dict[str, Any]] = [
             {"metadata": {"name": name, "namespace": "x", "uid": name, "resourceVersion": "1"}} for name in self.names
         ]
-        return Listing(items if resource == AGENTRUNS else [], "1")
+        return Listing(keep(items if resource == AGENTRUNS else []), "1")
 
 
 async def test_lists_that_are_asked_for_all_the_time_are_made_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
