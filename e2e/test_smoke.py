@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 from waiting import eventually
 
+from harness import agents
 from harness.gateway import shown, text_of
 from harness.shop import TOOLS, WORK, Shop
 
@@ -91,8 +92,6 @@ async def test_a_crontask_fires_on_its_minute(shop: Shop) -> None:
 @pytest.mark.full
 async def test_two_agentruns_on_one_database_are_told_apart(shop: Shop) -> None:
     shop.agent("first", WORK)
-    from harness import agents
-
     shop.apply(agents.agent_run("second", WORK))
     await eventually(
         lambda: (

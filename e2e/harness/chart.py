@@ -45,10 +45,6 @@ class Chart:
             within=within + 30,
         )
 
-    def rollback(self, *, within: float = 180.0) -> None:
-        """To the revision before."""
-        self._helm("rollback", self.release, "--wait", f"--timeout={int(within)}s", within=within + 30)
-
     def test(self, *, within: float = 120.0) -> str:
         """`helm test`."""
         return self._helm("test", self.release, f"--timeout={int(within)}s", within=within + 30)

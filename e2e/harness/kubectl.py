@@ -59,39 +59,6 @@ class Kubectl:
         return next((one for one in conditions if one["type"] == wanted), None)
 
     @contextlib.contextmanager
-    def watch(self, kind: str, namespace: str, *, labels: str = "") -> Iterator[list[Document]]:
-        """All objects that come into being, or change, from now on; the list is whole when the block has ended."""
-        seen: list[Document] = []
-        command = [
-            "kubectl",
-            "--context",
-            self.context,
-            "get",
-            kind,
-            *_of(namespace),
-            "-o",
-            "json",
-            "--watch",
-            "--output-watch-events",
-        ]
-        with tempfile.TemporaryFile("w+") as out:
-            process = subprocess.Popen([*command, *(["-l", labels] if labels else [])], stdout=out)
-            try:
-                yield seen
-            finally:
-                process.terminate()
-                process.wait(10)
-                out.seek(0)
-                text, decoder = out.read(), json.JSONDecoder()
-                at = 0
-                while (start := text.find("{", at)) >= 0:
-                    try:
-                        event, at = decoder.raw_decode(text, start)
-                    except json.JSONDecodeError:
-                        break  # it was cut in the middle of the last one
-                    seen.append(event["object"])
-
-    @contextlib.contextmanager
     def forward(self, target: str, port: int, namespace: str) -> Iterator[int]:
         """A port of this machine that leads to `target` as long as the block lasts and the pod behind it lives."""
         with tempfile.TemporaryFile("w+") as out:

@@ -5,6 +5,7 @@ crds_applied        the same server with both CRDs, and with the controllers tha
 namespace           a fresh namespace of this test alone (applies the CRDs)
 kube                a Kube client of the session's server: get find list create apply patch replace delete secret condition
 kubectl             api_server.kubectl
+cluster             reconciles AgentRuns of this test's namespace step by step, against the session's server
 workload_controllers  the deployment and replica set controllers run during this test, so Deployments get pods
 private_api_server  an API server of this test alone: await .stop() .start() .kill() .pause() .resume() .compact(), .apply_crds()
 operator_process    starts `agentrun operator`; its log is shown when the test fails
@@ -19,9 +20,12 @@ from typing import Protocol
 import pytest
 from kube_client import Kube
 from kube_servers import ADMIN, WORKLOADS, KubeServer, why_not
+from operator_cluster import Cluster
 from processes import ProductProcess, ProductProcesses, clean_environment, free_port
 from product_launch import FORKS
 from store_servers import short_folder
+
+from agentrun_operator import kube as operator_kube
 
 HERE = Path(__file__).parent
 
@@ -70,6 +74,15 @@ async def namespace(crds_applied: KubeServer, kube: Kube) -> AsyncIterator[str]:
     await kube.create("namespaces", "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
     yield name
     await kube.delete("namespaces", "", name)
+
+
+@pytest.fixture
+async def cluster(kube: Kube, namespace: str, crds_applied: KubeServer) -> AsyncIterator[Cluster]:
+    api = await operator_kube.Kube.connect([crds_applied.kubeconfig])
+    found = Cluster(kube, api, namespace)
+    await found.secrets()
+    yield found
+    await api.aclose()
 
 
 @pytest.fixture

@@ -3,17 +3,13 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
 from kube_client import Kube, agent_run, play_kubelet
-from kube_servers import KubeServer
 from operator_cluster import Cluster
 from processes import ProductProcess
 from waiting import eventually, rests
 
-from agentrun_operator import kube as operator_kube
 from agentrun_operator.metrics import API_REQUESTS
 from agentrun_operator.resources import AGENTRUNS, Key, Ref
 
@@ -21,15 +17,6 @@ BAD = 1000 if os.environ.get("AGENTRUN_TEST_LONG") else 100
 """How many objects that cannot work are made at once."""
 OURS = {"app.kubernetes.io/managed-by": "agentrun-operator"}
 KINDS = ("agentruns", "deployments", "services", "configmaps", "jobs", "poddisruptionbudgets", "networkpolicies")
-
-
-@pytest.fixture
-async def cluster(kube: Kube, namespace: str, crds_applied: KubeServer) -> AsyncIterator[Cluster]:
-    api = await operator_kube.Kube.connect([crds_applied.kubeconfig])
-    found = Cluster(kube, api, namespace)
-    await found.secrets()
-    yield found
-    await api.aclose()
 
 
 # --- labels that lie -----------------------------------------------------------------------------------------------------------------

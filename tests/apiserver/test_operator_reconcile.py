@@ -4,14 +4,13 @@ import asyncio
 import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from kube_client import Document, Kube, Refused, play_kubelet
-from kube_servers import KubeServer
+from kube_client import Document, Refused, play_kubelet
 from operator_cluster import PARTS, Cluster
 from waiting import eventually
 
@@ -19,7 +18,6 @@ from agentrun import failpoints
 from agentrun.domain.errors import AgentrunError
 from agentrun.failpoints import FailpointError
 from agentrun.telemetry import REGISTRY
-from agentrun_operator import kube as operator_kube
 from agentrun_operator.facts import QueueFact, ScalingFact, ScalingState, StoreProblem
 from agentrun_operator.resources import AGENTRUNS, Key
 
@@ -31,15 +29,6 @@ def images_in(history: list[tuple[int, Document]], *, until: int) -> set[str]:
         if revision <= until
         for container in body["spec"]["template"]["spec"]["containers"]
     }
-
-
-@pytest.fixture
-async def cluster(kube: Kube, namespace: str, crds_applied: KubeServer) -> AsyncIterator[Cluster]:
-    api = await operator_kube.Kube.connect([crds_applied.kubeconfig])
-    found = Cluster(kube, api, namespace)
-    await found.secrets()
-    yield found
-    await api.aclose()
 
 
 @pytest.fixture
