@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
@@ -261,4 +262,16 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
         import uvloop
     except ImportError:
         return None
-    return uvloop.new_event_loop
+
+    def new_loop() -> asyncio.AbstractEventLoop:
+        loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        loop.set_exception_handler(_unless_nobody_waits)
+        return loop
+
+    return new_loop
+
+
+def _unless_nobody_waits(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """uvloop goes on looking up a name after a connect that was given up, and reports the failure of that as an error nobody looked at."""
+    if not isinstance(context.get("exception"), socket.gaierror):
+        loop.default_exception_handler(context)

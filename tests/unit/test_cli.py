@@ -1,5 +1,8 @@
 """The command line: what it prints, how it fails, and what it does not load."""
 
+import asyncio
+import gc
+import logging
 import os
 import subprocess
 import sys
@@ -7,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from waiting import eventually
 
 from agentrun import __version__, cli
 from agentrun.domain.keys import Scope, parse_records, verify
@@ -168,3 +172,31 @@ def test_dev_refuses_a_suspended_agent(
 
     assert call(monkeypatch, "dev", "-f", str(file), "--state", str(tmp_path / "state")) == 2
     assert "spec.suspend: is true" in capsys.readouterr().err
+
+
+def test_a_name_that_is_not_found_after_its_connect_was_given_up_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    reported: list[dict[str, object]] = []
+
+    async def give_up_a_connect() -> None:
+        loop = asyncio.get_running_loop()
+        handler = loop.get_exception_handler()
+        assert handler is not None
+
+        def reporting(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+            reported.append(context)
+            handler(loop, context)
+
+        loop.set_exception_handler(reporting)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await loop.create_connection(asyncio.Protocol, "nowhere.invalid", 80)
+        await eventually(lambda: gc.collect() >= 0 and reported, within=30, what="the loop has reported the name")
+        loop.call_soon(int, "no number")
+        await eventually(lambda: len(reported) == 2, within=10, what="the loop has reported another error")
+
+    pytest.importorskip("uvloop")
+    with caplog.at_level(logging.DEBUG), asyncio.Runner(loop_factory=cli._loop_factory()) as runner:
+        runner.run(give_up_a_connect())
+
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert record.exc_info and record.exc_info[0] is ValueError, record
