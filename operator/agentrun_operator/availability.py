@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from agentrun_operator.checks import Finding, no
 from agentrun_operator.conditions import Status, age, find, seconds_since
 from agentrun_operator.facts import Object, ScalingState
+from agentrun_operator.pod_troubles import AGAIN_SECONDS, may_be_in_trouble
 from agentrun_operator.reasons import ConditionType, Reason
 from agentrun_operator.render.labels import DESIRED_DIGEST, TEMPLATE_DIGEST, selector
 from agentrun_operator.render.names import SERVING, Component
@@ -100,8 +101,10 @@ def _available(situation: Situation, component: Component, kind: ConditionType, 
     if deployment is not None and count(deployment, "availableReplicas") > 0:
         return Finding(Status.TRUE, Reason.AVAILABLE, f"{name} is up")
     old = situation.old_condition(kind)
+    trouble = situation.observed.troubles.get(component)
+    because = f": {trouble}" if trouble else ""
     advice = f"kubectl describe pods -n {situation.observed.key.namespace} -l agentrun.dev/agentrun={situation.observed.key.name}"
-    failed = Finding(Status.FALSE, Reason.UNAVAILABLE, f"no pod of {name} is ready; {advice}")
+    failed = Finding(Status.FALSE, Reason.UNAVAILABLE, f"no pod of {name} is ready{because}; {advice}")
     if old is not None and old.get("status") == Status.FALSE and deployment is not None:
         return failed
     if component is Component.GATEWAY and old is not None and old.get("status") == Status.TRUE:
@@ -112,7 +115,8 @@ def _available(situation: Situation, component: Component, kind: ConditionType, 
         left -= min(seconds_since(old, situation.now), age(deployment, situation.now))
     if left <= 0:
         return failed
-    return Finding(Status.UNKNOWN, Reason.STARTING, f"{name} starts; if it takes long: {advice}", again=left + 1.0)
+    message = f"{name} does not start{because}; {advice}" if trouble else f"{name} starts; if it takes long: {advice}"
+    return Finding(Status.UNKNOWN, Reason.STARTING, message, again=min(left + 1.0, AGAIN_SECONDS))
 
 
 def _rolling_out(situation: Situation, changing: frozenset[Component]) -> Finding | None:
@@ -121,11 +125,13 @@ def _rolling_out(situation: Situation, changing: frozenset[Component]) -> Findin
         deployment = situation.child(component)
         settled = deployment is not None and component not in changing and _settled(situation, component, deployment)
         if not settled:
-            where = situation.observed.key
+            where, trouble = situation.observed.key, situation.observed.troubles.get(component)
             return Finding(
                 Status.FALSE,
                 Reason.ROLLING_OUT,
-                f"pods of the {component} are being replaced; kubectl get pods -n {where.namespace} -l agentrun.dev/agentrun={where.name}",
+                f"pods of the {component} are being replaced{f', and the new ones do not start: {trouble}' if trouble else ''}; "
+                f"kubectl get pods -n {where.namespace} -l agentrun.dev/agentrun={where.name}",
+                again=AGAIN_SECONDS if may_be_in_trouble(situation.observed.children) else None,
             )
     scheduler = situation.child(Component.SCHEDULER)
     if scheduler is not None and count(scheduler, "availableReplicas") == 0:

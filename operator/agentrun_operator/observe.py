@@ -17,6 +17,7 @@ from agentrun_operator.kube import Kube
 from agentrun_operator.kube_errors import Forbidden
 from agentrun_operator.lenient import Known, known_agent_run
 from agentrun_operator.objects import names_wanted
+from agentrun_operator.pod_troubles import look, may_be_in_trouble
 from agentrun_operator.resources import AGENTRUNS, JOBS, SECRETS, Key, Ref
 from agentrun_operator.situation import WHOLE_SECRET, Defaults, Situation
 
@@ -82,6 +83,7 @@ class Observer:
             remains=seen.remains,
             secrets=secrets,
             schema=schema,
+            troubles=await look(self._kube, key) if may_be_in_trouble(seen.ours) else {},
             migrated_seconds=self._migrated_seconds(key, now),
             queue=queue,
             scaling=self._scaling(key),

@@ -11,7 +11,9 @@ from agentrun_operator.checks import Finding, no, place, unknown
 from agentrun_operator.conditions import Status
 from agentrun_operator.facts import Object, StoreProblem
 from agentrun_operator.jobs import is_complete, job_condition, seconds_to_start
+from agentrun_operator.pod_troubles import AGAIN_SECONDS
 from agentrun_operator.reasons import ConditionType, Reason
+from agentrun_operator.render.names import Component
 from agentrun_operator.situation import Situation
 
 MIGRATION_SETTLES_SECONDS = 15.0
@@ -125,7 +127,7 @@ def _state_of_the_job(situation: Situation, verdict: Decision) -> Finding:
         return unknown(Reason.MIGRATING, f"the Job {name} brings the schema up to date; {log}")
     failed = job_condition(job, "Failed")
     if failed is not None:
-        said = str(failed.get("message") or failed.get("reason") or "").rstrip(".")
+        said = _trouble(situation) or str(failed.get("message") or failed.get("reason") or "").rstrip(".")
         return no(
             Reason.MIGRATION_FAILED,
             f"the migration failed ({said}): see {log}; it runs again when image, secret or podTemplate change, "
@@ -145,6 +147,10 @@ def _state_of_the_job(situation: Situation, verdict: Decision) -> Finding:
 
 
 def _unfinished(situation: Situation, name: str, job: Object) -> Finding:
+    if said := _trouble(situation):
+        return unknown(
+            Reason.MIGRATING, f"the Job {name} does not succeed: {said}; {_log_of(situation, name)}", again=AGAIN_SECONDS
+        )
     left = seconds_to_start(job, situation.now)
     if left <= 0:
         return unknown(
@@ -152,8 +158,12 @@ def _unfinished(situation: Situation, name: str, job: Object) -> Finding:
             f"the pod of the Job {name} has not started for minutes; "
             f"kubectl describe pods -n {situation.observed.key.namespace} -l job-name={name}",
         )
-    again = left + 1.0 if left < float("inf") else None
+    again = min(left + 1.0, AGAIN_SECONDS) if left < float("inf") else None
     return unknown(Reason.MIGRATING, f"the Job {name} brings the schema up to date; {_log_of(situation, name)}", again=again)
+
+
+def _trouble(situation: Situation) -> str:
+    return situation.observed.troubles.get(Component.MIGRATE, "")
 
 
 def _was_too_old(situation: Situation) -> bool:

@@ -6,10 +6,11 @@ import asyncpg
 import pytest
 from waiting import eventually
 
-from agentrun.domain.errors import SchemaMismatch, StoreUnavailable
+from agentrun.domain.errors import MigrationRefused, SchemaMismatch, StoreUnavailable
 from agentrun.store import migrations
 from agentrun.store.migrations import LATEST, LOCK_KEY, check, migrate
 from agentrun.store.pool import connect
+from agentrun.store.statements import statements
 
 
 def quiet(_: str) -> None:
@@ -103,7 +104,7 @@ async def test_an_empty_database_has_schema_0(empty_database_url: str) -> None:
 async def test_a_step_that_fails_leaves_nothing_behind(empty_database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = migrations.Migration(1, "0001_broken.sql", "CREATE TABLE half (x int); SELECT nonsense", "c")
     monkeypatch.setattr(migrations, "MIGRATIONS", [broken])
-    with pytest.raises(asyncpg.UndefinedColumnError):
+    with pytest.raises(MigrationRefused, match="SELECT nonsense"):
         await migrate(empty_database_url, say=quiet)
     conn = await asyncpg.connect(empty_database_url)
     assert await conn.fetchval("SELECT to_regclass('half')") is None
@@ -120,3 +121,40 @@ async def test_every_foreign_key_leads_an_index(database_url: str) -> None:
     # runs.session_id leads the unique (session_id, session_position)
     assert naked == []
     await conn.close()
+
+
+async def test_mg_04_a_statement_that_postgres_refuses_is_named_and_nothing_of_its_step_stays(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sql = """-- comment; with a semicolon
+        CREATE TABLE half (note text DEFAULT 'a;b'); /* ; */
+        DO $do$ BEGIN PERFORM 1; END $do$;
+        ALTER TABLE
+            nowhere ADD COLUMN x int;"""
+    bad = migrations.Migration(LATEST + 1, "9999_bad.sql", sql, "0" * 64)
+    monkeypatch.setattr(migrations, "MIGRATIONS", [*migrations.MIGRATIONS, bad])
+    with pytest.raises(MigrationRefused) as refused:
+        await migrate(empty_database_url, say=quiet)
+    assert str(refused.value).startswith(
+        'migration 9999_bad.sql: relation "nowhere" does not exist; the statement is: ALTER TABLE nowhere ADD COLUMN x int;'
+    )
+    conn = await connect(empty_database_url)
+    try:
+        assert (await check(conn)).present == LATEST
+        assert await conn.fetchval("SELECT to_regclass('half')") is None
+    finally:
+        await conn.close()
+    assert await migrate_without(monkeypatch, empty_database_url) == 0
+
+
+async def migrate_without(monkeypatch: pytest.MonkeyPatch, url: str) -> int:
+    monkeypatch.undo()
+    return await migrate(url, say=quiet)
+
+
+def test_the_statements_of_all_migrations_are_told_apart() -> None:
+    for text in (*(one.sql for one in migrations.MIGRATIONS), migrations.TRANSITIONS):
+        found = list(statements(text))
+        assert found
+        for statement in found:
+            assert statement.split()[0] in ("CREATE", "ALTER", "INSERT", "UPDATE", "DROP", "COMMENT", "DELETE"), statement

@@ -6,6 +6,7 @@ import pytest
 from operator_world import World, present, settled, spec
 
 from agentrun_operator.facts import SchemaFact
+from agentrun_operator.pod_troubles import AGAIN_SECONDS
 from agentrun_operator.reasons import ConditionType
 from agentrun_operator.render.names import SERVING
 from agentrun_operator.resources import DEPLOYMENTS, JOBS, NETWORKPOLICIES, Ref
@@ -153,7 +154,7 @@ def test_a_migration_whose_pod_does_not_start_says_so() -> None:
     world.set_status(Ref(JOBS, "team", job), {"active": 1, "ready": 0})
     planned = world.reconcile()
     assert "kubectl logs" in world.condition(SCHEMA)["message"]
-    assert planned.requeue_after == 301.0
+    assert planned.requeue_after == AGAIN_SECONDS, "its pods are not watched"
     world.pass_time(301)
     planned = world.reconcile()
     assert world.says(READY) == ("Unknown", "Migrating")

@@ -8,6 +8,7 @@ from operator_world import World, migrated, present, settled, spec
 
 from agentrun_operator.facts import Counters, QueueFact, ScalingFact, ScalingState, SecretPresence, SecretState, StoreProblem
 from agentrun_operator.plan import plan
+from agentrun_operator.pod_troubles import AGAIN_SECONDS
 from agentrun_operator.reasons import ConditionType, EventReason
 from agentrun_operator.render.labels import CREATING
 from agentrun_operator.render.names import SERVING, Component
@@ -73,7 +74,7 @@ def test_workers_that_wake_from_zero_do_not_take_ready_away_and_those_that_fail_
     planned = world.reconcile()
     assert world.says(WORKERS) == ("Unknown", "Starting")
     assert world.says(READY) == ("True", "Ready")
-    assert planned.requeue_after == pytest.approx(121)
+    assert planned.requeue_after == AGAIN_SECONDS, "pods are not watched"
     world.pass_time(121)
     planned = world.reconcile()
     assert world.says(WORKERS) == ("False", "Unavailable")

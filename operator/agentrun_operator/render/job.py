@@ -25,6 +25,7 @@ def migration_template(key: Key, manifest: AgentRun, *, image: str) -> dict[str,
         Component.MIGRATE,
         image,
         GRACE_SECONDS,
+        container={"terminationMessagePolicy": "FallbackToLogsOnError"},  # so that the operator can say why it failed
         env=[secret_env("DATABASE_URL", manifest.spec.store_secrets().migration)],
         spec={"restartPolicy": "Never"},
     )

@@ -5,6 +5,7 @@ AgentrunError
 ├── ConfigurationError   an environment variable or file is missing or wrong
 ├── StoreUnavailable     Postgres does not answer: try again later
 ├── SchemaMismatch       the database's schema is not one that this version can use
+├── MigrationRefused     Postgres refuses a statement of a migration
 ├── BusUnavailable       Redis does not answer: what is in Postgres is safe
 ├── BusMisconfigured     Redis answers, and may lose keys (maxmemory-policy) or is too old
 └── Fenced               this attempt no longer owns its run; everything it wrote after that changed nothing
@@ -29,6 +30,10 @@ class StoreUnavailable(AgentrunError):
 
 class SchemaMismatch(AgentrunError):
     """The schema in the database is older or newer than this version accepts."""
+
+
+class MigrationRefused(AgentrunError):
+    """Postgres refuses a statement of a migration: which one, and why. Nothing of that migration stays."""
 
 
 class BusUnavailable(AgentrunError):

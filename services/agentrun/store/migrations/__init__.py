@@ -14,8 +14,9 @@ from importlib.resources import files
 
 import asyncpg
 
-from agentrun.domain.errors import SchemaMismatch, StoreUnavailable
+from agentrun.domain.errors import MigrationRefused, SchemaMismatch, StoreUnavailable
 from agentrun.store.pool import Executor, connect, connection_lost, unavailable
+from agentrun.store.statements import shown, statements
 
 LOCK_KEY = 0x6167_656E_7472_756E  # "agentrun"
 WAIT_SECONDS = 120.0
@@ -73,8 +74,8 @@ async def migrate(
     """Brings the database to this code's schema; returns the number of steps applied. Connect to Postgres itself, not to a pooler in
     transaction mode: the lock belongs to the session.
 
-    Raises SchemaMismatch for a changed file, a newer schema, another AgentRun's or another application's database, and
-    StoreUnavailable when Postgres does not answer or the lock is held for longer than `wait_seconds`.
+    Raises SchemaMismatch for a changed file, a newer schema, another AgentRun's or another application's database, MigrationRefused for
+    a statement that Postgres refuses, and StoreUnavailable when it does not answer or the lock is held for longer than `wait_seconds`.
     """
     conn = await connect(dsn, name="agentrun-migrate", command_timeout=None)
     try:
@@ -150,21 +151,31 @@ async def _step(conn: Executor, sql: str, version: int, name: str, checksum: str
     """One file in one transaction; gives way to traffic instead of queueing behind it (lock_timeout), and tries again."""
     for attempt in range(1, LOCK_RETRIES + 1):
         try:
+            await conn.execute(f"BEGIN; SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
+            for statement in statements(sql):
+                await _statement(conn, name, statement)
             await conn.execute(
-                f"BEGIN; SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS};\n{sql};\n"
                 f"INSERT INTO schema_versions (version, name, checksum) VALUES ({version}, '{name}', '{checksum}') "
                 "ON CONFLICT (version) DO UPDATE SET checksum = excluded.checksum, applied_at = now(); COMMIT"
             )
-        except asyncpg.LockNotAvailableError:
+        except MigrationRefused as error:
             await conn.execute("ROLLBACK")
-            if attempt == LOCK_RETRIES:
+            if attempt == LOCK_RETRIES or not isinstance(error.__cause__, asyncpg.LockNotAvailableError):
                 raise
             await asyncio.sleep(0.5)
-        except asyncpg.PostgresError:
-            await conn.execute("ROLLBACK")
-            raise
         else:
             return
+
+
+async def _statement(conn: Executor, name: str, statement: str) -> None:
+    try:
+        await conn.execute(statement)
+    except (asyncpg.PostgresConnectionError, asyncpg.OperatorInterventionError):
+        raise
+    except asyncpg.PostgresError as error:
+        raise MigrationRefused(
+            f"migration {name}: {error}; the statement is: {shown(statement)}; mend what it says, and run it again"
+        ) from error
 
 
 async def check(conn: Executor) -> SchemaState:
