@@ -79,6 +79,31 @@ def agent_run(name: str, agent: Mapping[str, Any], **spec: Any) -> Document:
     return {"apiVersion": "agentrun.dev/v1alpha1", "kind": "AgentRun", "metadata": {"name": name}, "spec": whole}
 
 
+def pod(name: str, image: str, command: Sequence[str], *, env: Sequence[Document] = ()) -> Document:
+    """A pod of the `restricted` standard that is nobody's, and runs a command once."""
+    container = {
+        "name": "main",
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": list(command),
+        "env": list(env),
+        "resources": SMALL,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+    }
+    spec = {
+        "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}},
+        "terminationGracePeriodSeconds": 1,
+        "restartPolicy": "Never",
+        "containers": [container],
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": {"app": name}}, "spec": spec}
+
+
 def provider(image: str) -> list[Document]:
     """An OpenAI-compatible server as a pod: it answers what the message tells it to, and counts."""
     labels = {"app": "provider"}

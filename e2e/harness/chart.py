@@ -24,13 +24,21 @@ class Chart:
         self.release = release
         self.namespace = namespace
 
-    def install(self, values: Mapping[str, Any] | None = None, *, chart: Path = CHART, within: float = 180.0) -> None:
+    def install(
+        self,
+        values: Mapping[str, Any] | None = None,
+        *,
+        chart: Path = CHART,
+        image: str = "",
+        wait: bool = True,
+        within: float = 180.0,
+    ) -> None:
         """`helm upgrade --install --wait`. Raises CommandError with what helm says."""
-        repository, _, tag = self._image.rpartition(":")
+        repository, _, tag = (image or self._image).rpartition(":")
         given = {"image": {"repository": repository, "tag": tag, "pullPolicy": "IfNotPresent"}, **(values or {})}
         self._helm(
-            "upgrade", "--install", self.release, str(chart), "--create-namespace", "--wait", f"--timeout={int(within)}s", "-f", "-",
-            stdin=yaml.safe_dump(given), within=within + 30,
+            "upgrade", "--install", self.release, str(chart), "--create-namespace", *(["--wait"] if wait else []),
+            f"--timeout={int(within)}s", "-f", "-", stdin=yaml.safe_dump(given), within=within + 30,
         )  # fmt: skip
 
     def uninstall(self, *, within: float = 120.0) -> None:
@@ -44,6 +52,10 @@ class Chart:
             f"--timeout={int(within)}s",
             within=within + 30,
         )
+
+    def rollback(self, *, within: float = 180.0) -> None:
+        """`helm rollback --wait` to the revision before."""
+        self._helm("rollback", self.release, "--wait", f"--timeout={int(within)}s", within=within + 30)
 
     def test(self, *, within: float = 120.0) -> str:
         """`helm test`."""

@@ -1,10 +1,12 @@
 """A namespace in which one scenario lives."""
 
 import contextlib
+import json
 from datetime import UTC, datetime
 from typing import Any
 
 import httpx2
+from waiting import eventually
 
 from harness import agents
 from harness.gateway import Gateway
@@ -52,6 +54,49 @@ class Shop:
         self._open.callback(client.close)
         return client
 
+    def change(self, name: str, **spec: Any) -> None:
+        """Changes members of an AgentRun's spec; None takes one away."""
+        self.kubectl(
+            "patch", "agentrun", name, "-n", self.namespace, "--type=merge", "-p", json.dumps({"spec": spec})
+        )  # fmt: skip
+
+    def condition(self, name: str, kind: str) -> tuple[str, str]:
+        """Reason and message of an AgentRun's condition; empty without one."""
+        found = self.kubectl.condition("agentrun", name, self.namespace, kind) or {}
+        return str(found.get("reason", "")), str(found.get("message", ""))
+
+    async def says(self, name: str, reason: str, *, within: float, kind: str = "Ready") -> str:
+        """The message of a condition as soon as it has that reason. What `kubectl describe` shows has it in one line, too."""
+        await eventually(lambda: self.condition(name, kind)[0] == reason, within=within, what=f"{kind} of {name} says {reason}")
+        _, message = self.condition(name, kind)
+        assert message in self.kubectl("describe", "arun", name, "-n", self.namespace)
+        return message
+
+    def ready(self, name: str, *, within: float = 60.0) -> None:
+        """Waits until an AgentRun is Ready and says so of its present spec."""
+        generation = self.kubectl.get("agentrun", name, self.namespace)["metadata"]["generation"]
+        where = f"agentrun/{name}"
+        self.kubectl.wait(where, f"jsonpath={{.status.observedGeneration}}={generation}", self.namespace, within=within)
+        self.kubectl.wait(where, "condition=Ready", self.namespace, within=within)
+
+    def uids(self, name: str) -> dict[str, str]:
+        """The uids of all pods of an AgentRun by their names, and how often their containers were restarted."""
+        pods = self.kubectl.items("pods", self.namespace, labels=f"agentrun.dev/agentrun={name}")
+        return {
+            one["metadata"][
+                "name"
+            ]: f"{one['metadata']['uid']} {sum(it['restartCount'] for it in one['status']['containerStatuses'])}"
+            for one in pods
+            if one["metadata"]["labels"]["app.kubernetes.io/component"] != "migrate"
+        }
+
+    async def done(self, gateway: Gateway, runs: list[str], *, within: float) -> None:
+        """All runs succeed, and the provider has counted each of them once."""
+        statement = f"SELECT count(*) FROM runs WHERE status = 'succeeded' AND id IN ({', '.join(repr(run) for run in runs)})"
+        await eventually(lambda: int(self.psql(statement)) == len(runs), within=within, what="all runs succeed")
+        counts = self.counts()
+        assert {run: counts.get(f"done-{run}", 0) for run in runs} == dict.fromkeys(runs, 1)
+
     def pods(self, name: str, component: str) -> list[Document]:
         """The pods of an AgentRun's component that are not being deleted."""
         labels = f"agentrun.dev/agentrun={name},app.kubernetes.io/component={component}"
@@ -67,6 +112,10 @@ class Shop:
     def psql(self, statement: str) -> str:
         """A statement on this namespace's database."""
         return self.system.psql(self.namespace, statement)
+
+    def database_url(self, role: str, password: str) -> str:
+        """The URL of this namespace's database for another role."""
+        return self.system.database_url(self.namespace, role, password)
 
     def remove_agents(self) -> None:
         """Deletes AgentRuns and CronTasks; fails unless everything that followed from them goes too, within a minute."""

@@ -41,7 +41,12 @@ class System:
         """The URL of a fresh database, as pods of the cluster reach it."""
         self.psql("postgres", f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
         self.psql("postgres", f'CREATE DATABASE "{name}"')
-        return f"postgresql://postgres:{PASSWORD}@postgres.{STORES_NAMESPACE}:5432/{name}"
+        return self.database_url(name)
+
+    @staticmethod
+    def database_url(name: str, role: str = "postgres", password: str = PASSWORD) -> str:
+        """As pods of the cluster reach a database."""
+        return f"postgresql://{role}:{password}@postgres.{STORES_NAMESPACE}:5432/{name}"
 
     @property
     def redis_url(self) -> str:

@@ -17,8 +17,9 @@ from agentrun_operator.kube import Kube
 from agentrun_operator.kube_errors import Forbidden
 from agentrun_operator.lenient import Known, known_agent_run
 from agentrun_operator.objects import names_wanted
-from agentrun_operator.pod_troubles import look, may_be_in_trouble
-from agentrun_operator.resources import AGENTRUNS, JOBS, SECRETS, Key, Ref
+from agentrun_operator.pod_troubles import may_be_in_trouble, troubles
+from agentrun_operator.render.names import instance_of
+from agentrun_operator.resources import AGENTRUN_LABEL, AGENTRUNS, JOBS, PODS, SECRETS, Key, Ref
 from agentrun_operator.situation import WHOLE_SECRET, Defaults, Situation
 
 
@@ -83,7 +84,7 @@ class Observer:
             remains=seen.remains,
             secrets=secrets,
             schema=schema,
-            troubles=await look(self._kube, key) if may_be_in_trouble(seen.ours) else {},
+            troubles=await self._troubles(key) if may_be_in_trouble(seen.ours) else {},
             migrated_seconds=self._migrated_seconds(key, now),
             queue=queue,
             scaling=self._scaling(key),
@@ -107,6 +108,14 @@ class Observer:
     async def _is_current(self, key: Key, uid: str) -> bool:
         found = await self._kube.get(Ref(AGENTRUNS, key.namespace, key.name))
         return found is not None and uid_of(found) == uid
+
+    async def _troubles(self, key: Key) -> dict[str, str]:
+        """What is said of pods is worth no failed reconcile."""
+        try:
+            listed = await self._kube.list(PODS, namespace=key.namespace, labels=f"{AGENTRUN_LABEL}={instance_of(key.name)}")
+        except Forbidden:
+            return {}
+        return troubles(listed.items)
 
     async def _secrets(self, situation: Situation) -> dict[tuple[str, str], SecretState]:
         """Each Secret is read once. Contents are never kept from one reconcile to the next."""

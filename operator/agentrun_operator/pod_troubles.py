@@ -1,17 +1,16 @@
-"""Why pods of an AgentRun do not start, in a line that a person can act on. Pure, but for one list.
+"""Why pods of an AgentRun do not start, in a line that a person can act on. Pure.
 
 Pods are not watched: they are listed only while some are missing, and another look is asked for then (AGAIN_SECONDS).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrun_operator.facts import Object
 from agentrun_operator.jobs import is_complete
-from agentrun_operator.kube import Kube
 from agentrun_operator.render.labels import COMPONENT
-from agentrun_operator.render.names import Component, instance_of
-from agentrun_operator.resources import AGENTRUN_LABEL, DEPLOYMENTS, JOBS, PODS, Key, Ref
+from agentrun_operator.render.names import Component
+from agentrun_operator.resources import DEPLOYMENTS, JOBS, Ref
 
 AGAIN_SECONDS = 10.0
 _LONGEST = 600
@@ -38,13 +37,7 @@ def may_be_in_trouble(children: Mapping[Ref, Object]) -> bool:
     )
 
 
-async def look(kube: Kube, key: Key) -> dict[str, str]:
-    """By component. Raises KubeError."""
-    listed = await kube.list(PODS, namespace=key.namespace, labels=f"{AGENTRUN_LABEL}={instance_of(key.name)}")
-    return troubles(listed.items)
-
-
-def troubles(pods: list[dict[str, Any]]) -> dict[str, str]:
+def troubles(pods: Sequence[Object]) -> dict[str, str]:
     """By component. Of the migration also what its last pod said when it failed, by the line that it printed last."""
     found: dict[str, str] = {}
     for pod in sorted(pods, key=lambda one: str(one["metadata"].get("creationTimestamp"))):

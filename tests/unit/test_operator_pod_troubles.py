@@ -67,6 +67,7 @@ def test_pods_are_looked_at_only_while_some_are_missing() -> None:
 def test_the_condition_of_a_failed_migration_names_the_statement() -> None:
     world = settled()
     world.edit(image="agentrun:2")
+    world.reconcile()
     world.change(troubles={"migrate": "agentrun: migration 0003_x.sql: no such table; the statement is: ALTER TABLE x"})
     world.reconcile()
     assert "the statement is: ALTER TABLE x" in world.condition(SCHEMA)["message"]

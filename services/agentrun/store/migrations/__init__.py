@@ -130,7 +130,7 @@ async def _applied(conn: Executor) -> dict[int, str]:
             raise SchemaMismatch(
                 f"this database belongs to another application (it has the tables {names}); give the AgentRun a database of its own"
             )
-        await conn.execute(_VERSIONS)
+        await _statement(conn, "of the first table", _VERSIONS)
     rows = await conn.fetch("SELECT version, checksum FROM schema_versions")
     return {row["version"]: row["checksum"] for row in rows}
 

@@ -1,0 +1,58 @@
+"""A watch over the pods of a namespace that remembers every pod that was ever created, however short its life."""
+
+import contextlib
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from harness.kubectl import Document, Kubectl
+
+
+class PodWatch:
+    """What a `kubectl get pods --watch` has told so far."""
+
+    def __init__(self, process: subprocess.Popen[bytes], out: Any) -> None:
+        self._process = process
+        self._out = out
+
+    def pods(self) -> list[Document]:
+        """Each pod once, as it was first seen. Fails if the watch has ended: then it may have missed some."""
+        assert self._process.poll() is None, "the watch over the pods has ended"
+        self._out.seek(0)
+        first: dict[str, Document] = {}
+        for event in _documents(self._out.read()):
+            first.setdefault(event["object"]["metadata"]["uid"], event["object"])
+        return list(first.values())
+
+    def created(self, component: str) -> dict[str, str]:
+        """The pods of a component that were ever there: image by name."""
+        return {
+            pod["metadata"]["name"]: pod["spec"]["containers"][0]["image"]
+            for pod in self.pods()
+            if (pod["metadata"].get("labels") or {}).get("app.kubernetes.io/component") == component
+        }
+
+
+@contextlib.contextmanager
+def every_pod(kubectl: Kubectl, namespace: str) -> Iterator[PodWatch]:
+    """Watches as long as the block lasts. Pods that are there already are among those seen."""
+    with tempfile.TemporaryFile("w+") as out:
+        command = ["get", "pods", "-n", namespace, "--watch", "--output-watch-events", "-o", "json"]
+        process = subprocess.Popen(["kubectl", "--context", kubectl.context, *command], stdout=out, stderr=subprocess.STDOUT)
+        try:
+            yield PodWatch(process, out)
+        finally:
+            process.terminate()
+            process.wait(10)
+
+
+def _documents(text: str) -> Iterator[Document]:
+    decoder, at = json.JSONDecoder(), 0
+    while (at := text.find("{", at)) >= 0:
+        try:
+            document, at = decoder.raw_decode(text, at)
+        except ValueError:
+            return  # its rest is not written yet
+        yield document
