@@ -46,13 +46,13 @@ async def test_a_secret_that_is_missing_is_named_with_its_key(shop: Shop) -> Non
 
 async def test_a_database_that_cannot_be_used_is_told_apart_and_heals_by_its_secret_alone(shop: Shop) -> None:
     role = shop.namespace.replace("-", "_")
-    shop.psql(f"CREATE ROLE {role} LOGIN PASSWORD 'right'")
+    shop.psql(f"CREATE ROLE {role} LOGIN PASSWORD 'good-word'")
     shop.psql(f'ALTER DATABASE "{shop.namespace}" OWNER TO {role}')
-    right = shop.database_url(role, "right")
+    right = shop.database_url(role, "good-word")
     wrong = {
         "DatabaseUrlInvalid": "postgres.stores/nothing",
         "DatabaseUnreachable": right.replace(f"@postgres.{STORES_NAMESPACE}:5432", f"@nowhere.{STORES_NAMESPACE}:5432"),
-        "DatabaseRefused": shop.database_url(role, "wrong"),
+        "DatabaseRefused": shop.database_url(role, "bad-word"),
     }
     for number, (reason, url) in enumerate(wrong.items()):
         shop.apply(agents.secret("database", {"url": url}))
@@ -60,9 +60,9 @@ async def test_a_database_that_cannot_be_used_is_told_apart_and_heals_by_its_sec
             shop.apply(agents.agent_run("jobs", WORK))
         said = await shop.says("jobs", reason, within=WITHIN)
         assert "Secret database, key url" in said
-        assert "wrong" not in said and "right" not in said, "a password is never shown"
+        assert "-word" not in said, "a password is never shown"
         assert made(shop) == []
-    shop.apply(agents.secret("database", {"url": shop.database_url(role, "right").replace(":5432", ":5433")}))
+    shop.apply(agents.secret("database", {"url": shop.database_url(role, "good-word").replace(":5432", ":5433")}))
     await shop.says("jobs", "DatabaseUnreachable", within=WITHIN)
 
     shop.apply(agents.secret("database", {"url": right}))
@@ -126,13 +126,16 @@ async def test_an_image_that_cannot_be_pulled_is_named_and_leaves_nothing_behind
     await heals(shop)
 
 
-async def test_a_variable_from_a_secret_that_is_missing_is_named(shop: Shop) -> None:
-    document = agents.agent_run("jobs", WORK)
-    variable = {"name": "MODEL_KEY", "valueFrom": {"secretKeyRef": {"name": "model", "key": "key"}}}
-    document["spec"]["podTemplate"]["env"].append(variable)
+async def test_secrets_of_the_agent_and_of_volumes_are_named_too(shop: Shop) -> None:
+    document = agents.agent_run("jobs", {**WORK, "secretRefs": [{"name": "model"}]})
+    document["spec"]["podTemplate"]["volumes"].append({"name": "files", "secret": {"secretName": "files"}})
     shop.apply(document)
+    said = await shop.says("jobs", "SecretMissing", within=WITHIN)
+    assert "the Secret model (spec.agent.secretRefs)" in said
+    shop.apply(agents.secret("model", {"MODEL_KEY": "x"}))
     await eventually(
-        lambda: 'secret "model" not found' in shop.condition("jobs", "Ready")[1], within=WITHIN, what="the Secret is named"
+        lambda: "the Secret files (spec.podTemplate.volumes)" in shop.condition("jobs", "Ready")[1], within=WITHIN, what="named"
     )
-    shop.apply(agents.secret("model", {"key": "x"}))
+    assert made(shop) == []
+    shop.apply(agents.secret("files", {"file": "x"}))
     await heals(shop)

@@ -96,7 +96,7 @@ def secrets_are_there(situation: Situation) -> Finding | None:
         state = situation.secret(use.name, use.key)
         presence = state.presence if state is not None else SecretPresence.UNKNOWN
         what = f"the Secret {use.name} ({use.field})"
-        key = f"with the key {use.key}" if use.key != WHOLE_SECRET else "with the variables that the agent needs"
+        key = f"with the key {use.key}" if use.key != WHOLE_SECRET else "with what the agent needs"
         if presence is SecretPresence.NO_SECRET:
             return no(Reason.SECRET_MISSING, f"{what} is not there; create it {key}; pods that run keep running")
         if presence is SecretPresence.NO_KEY:

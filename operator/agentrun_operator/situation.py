@@ -73,6 +73,11 @@ class Situation:
             SecretUse("spec.redis.secretRef", refs.redis.name, refs.redis.key),
             SecretUse("spec.gateway.auth.keysSecretRef", refs.api_keys.name, refs.api_keys.key),
             *(SecretUse("spec.agent.secretRefs", ref.name, WHOLE_SECRET) for ref in spec.agent.secret_refs),
+            *(
+                SecretUse("spec.podTemplate.volumes", volume.secret.secret_name, WHOLE_SECRET)
+                for volume in spec.pod_template.volumes
+                if volume.secret
+            ),
         ]
 
     def secret(self, name: str, key: str) -> SecretState | None:
