@@ -19,7 +19,8 @@ from harness.watching import every_pod
 pytestmark = pytest.mark.full
 
 RUNS = 20
-SECONDS = 20
+SECONDS = 40
+"""Longer than it takes until the last old pod has ended: what an agent does in its very last moment there could be done twice."""
 
 
 async def submit_and_begin(shop: Shop, gateway: Gateway, count: int, seconds: float) -> list[str]:
@@ -43,7 +44,7 @@ async def test_a_new_image_is_rolled_out_during_twenty_long_runs_which_are_hande
     shop: Shop, say: Callable[[str], None]
 ) -> None:
     second = retag(shop.system, "second")
-    gateway = shop.agent("jobs", WORK, workers={"minReplicas": 5, "concurrency": 4, "drainSeconds": 2})
+    gateway = shop.agent("jobs", WORK, workers={"minReplicas": 2, "concurrency": 10, "drainSeconds": 2})
     runs = await submit_and_begin(shop, gateway, RUNS, SECONDS)
 
     shop.change("jobs", image=second)
@@ -53,7 +54,7 @@ async def test_a_new_image_is_rolled_out_during_twenty_long_runs_which_are_hande
     ended = outcomes(shop)
     say(f"attempts: {ended}")
     assert ended.pop("finished") == RUNS
-    assert ended.pop("handed_back") == RUNS, "20 s of work do not fit into 2 s of draining"
+    assert ended.pop("handed_back") == RUNS, "so long a run does not fit into 2 s of draining"
     assert not ended, "no attempt was lost"
     for part in ("gateway", "worker", "scheduler"):
         assert {pod["spec"]["containers"][0]["image"] for pod in shop.pods("jobs", part)} == {second}
@@ -111,7 +112,8 @@ async def test_he_02_a_new_operator_leaves_pods_with_an_image_of_their_own_alone
     with every_pod(shop.kubectl, shop.namespace) as seen:
         await eventually(lambda: seen.created("worker"), within=20, what="the watch has begun")
         chart.install(image=second)
-        assert not operators & {pod["metadata"]["name"] for pod in chart.operator_pods()}
+        replaced = {pod["metadata"]["name"] for pod in chart.operator_pods() if "deletionTimestamp" not in pod["metadata"]}
+        assert len(replaced) == 2 and not operators & replaced
         await eventually(lambda: second in images_of(shop, "follows"), within=60, what="the other one comes along")
         shop.ready("follows", within=90)
         chart.rollback()

@@ -107,7 +107,7 @@ FULL: dict[str, Any] = {
             {"name": "code", "configMap": {"name": "tools"}},
             {"name": "scratch", "emptyDir": {"sizeLimit": "0.5Gi"}},
             {"name": "plain", "emptyDir": {}},
-            {"name": "more", "secret": {"secretName": "s"}},
+            {"name": "more", "secret": {"secretName": "api-keys"}},
             {"name": "data", "persistentVolumeClaim": {"claimName": "c"}},
         ],
         "volumeMounts": [

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from operator_world import World, settled
 
+from agentrun_operator.facts import SecretPresence, SecretState
 from agentrun_operator.pod_troubles import AGAIN_SECONDS, may_be_in_trouble, troubles
 from agentrun_operator.reasons import ConditionType
 from agentrun_operator.render.names import Component, component
@@ -88,6 +89,15 @@ def test_an_image_that_cannot_be_pulled_is_said_by_the_condition() -> None:
     assert world.says(GATEWAY) == ("Unknown", "Starting")
     assert NO_IMAGE in world.condition(READY)["message"]
     assert planned.requeue_after is not None and planned.requeue_after <= AGAIN_SECONDS
+
+
+def test_a_volume_of_a_secret_that_is_missing_keeps_pods_from_being_made_and_names_it() -> None:
+    world = World()
+    world.edit(podTemplate={"volumes": [{"name": "files", "secret": {"secretName": "files"}}]})
+    world.secret("files", SecretState(SecretPresence.NO_SECRET), key="")
+    assert world.reconcile().applies == []
+    assert world.says(READY) == ("False", "SecretMissing")
+    assert "the Secret files (spec.podTemplate.volumes) is not there" in world.condition(READY)["message"]
 
 
 def test_the_job_waits_for_its_pod_with_looks_at_it() -> None:
