@@ -23,11 +23,15 @@ pytestmark = pytest.mark.full
 
 SECRET_PORT = 9000
 LISTEN = f"""
-import socket, time
+import socket, sys, threading
 server = socket.create_server(("", {SECRET_PORT}))
+def accept():
+    while True:
+        server.accept()[0].close()
+threading.Thread(target=accept, daemon=True).start()
 print("listens", flush=True)
-while True:
-    server.accept()[0].close()"""
+sys.stdin.read()"""
+"""Ends with its standard input, and so with the `kubectl exec` that began it."""
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 3).close()"
 
 
@@ -49,13 +53,12 @@ def listening(kubectl: Kubectl, namespace: str, pod: str) -> Iterator[None]:
         "-c",
         LISTEN,
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None and process.stdout.readline() == b"listens\n"
-        yield
-    finally:
-        process.terminate()
-        process.wait(10)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"listens\n"
+            yield
+        finally:
+            process.terminate()
 
 
 def reaches(kubectl: Kubectl, namespace: str, pod: str, host: str, port: int) -> bool:
