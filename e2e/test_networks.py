@@ -38,21 +38,8 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 @contextlib.contextmanager
 def listening(kubectl: Kubectl, namespace: str, pod: str) -> Iterator[None]:
     """A listener on SECRET_PORT in a pod, as a debugger or a forgotten server would be."""
-    command = [
-        "kubectl",
-        "--context",
-        kubectl.context,
-        "exec",
-        "-n",
-        namespace,
-        pod,
-        "--",
-        "timeout",
-        "120",
-        "python",
-        "-c",
-        LISTEN,
-    ]
+    inside = ["exec", "-i", "-n", namespace, pod, "--", "python", "-c", LISTEN]
+    command = ["kubectl", "--context", kubectl.context, *inside]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"listens\n"

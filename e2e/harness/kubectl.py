@@ -61,7 +61,7 @@ class Kubectl:
     @contextlib.contextmanager
     def forward(self, target: str, port: int, namespace: str) -> Iterator[int]:
         """A port of this machine that leads to `target` as long as the block lasts and the pod behind it lives."""
-        with tempfile.TemporaryFile("w+") as out:
+        with tempfile.TemporaryFile("a+") as out:  # appending: reading here moves no place at which kubectl writes
             command = ["kubectl", "--context", self.context, "port-forward", *_of(namespace), target, f":{port}"]
             process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
             try:

@@ -38,7 +38,7 @@ class PodWatch:
 @contextlib.contextmanager
 def every_pod(kubectl: Kubectl, namespace: str) -> Iterator[PodWatch]:
     """Watches as long as the block lasts. Pods that are there already are among those seen."""
-    with tempfile.TemporaryFile("w+") as out:
+    with tempfile.TemporaryFile("a+") as out:  # appending: reading here moves no place at which kubectl writes
         command = ["get", "pods", "-n", namespace, "--watch", "--output-watch-events", "-o", "json"]
         process = subprocess.Popen(["kubectl", "--context", kubectl.context, *command], stdout=out, stderr=subprocess.STDOUT)
         try:
