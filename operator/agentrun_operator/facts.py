@@ -139,7 +139,7 @@ class Observed:
     schema: SchemaFact | None = None
     """None: not asked yet."""
     troubles: Mapping[str, str] = field(default_factory=dict)
-    """By component: why its pods do not start, or what they said when they failed. See `pod_troubles.py`."""
+    """By component, or Job: why its pods do not start, or what they said when they failed. See `pod_troubles.py`."""
     migrated_seconds: float = 0.0
     """For how long this operator has known that the finished migration Jobs are finished. What it knows of the schema may be older."""
     queue: QueueFact | None = None

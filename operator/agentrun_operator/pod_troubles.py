@@ -13,6 +13,7 @@ from agentrun_operator.render.names import Component
 from agentrun_operator.resources import DEPLOYMENTS, JOBS, Ref
 
 AGAIN_SECONDS = 10.0
+_JOB = "batch.kubernetes.io/job-name"
 _LONGEST = 600
 
 _NO_IMAGE = "the image {image} cannot be pulled; check its name, the registry, and spec.imagePullSecrets"
@@ -38,14 +39,15 @@ def may_be_in_trouble(children: Mapping[Ref, Object]) -> bool:
 
 
 def troubles(pods: Sequence[Object]) -> dict[str, str]:
-    """By component. Of the migration also what its last pod said when it failed, by the line that it printed last."""
+    """By component, for a migration by the name of its Job: also what its last pod said when it failed, by the line printed last."""
     found: dict[str, str] = {}
     for pod in sorted(pods, key=lambda one: str(one["metadata"].get("creationTimestamp"))):
-        part = str((pod["metadata"].get("labels") or {}).get(COMPONENT))
+        labels = pod["metadata"].get("labels") or {}
+        part = str(labels.get(COMPONENT))
         if "deletionTimestamp" in pod["metadata"]:
             continue
         for said in _of_pod(pod, part):
-            found[part] = said[:_LONGEST].rstrip(".; ")
+            found[labels.get(_JOB, part)] = said[:_LONGEST].rstrip(".; ")
     return found
 
 

@@ -13,7 +13,6 @@ from agentrun_operator.facts import Object, StoreProblem
 from agentrun_operator.jobs import is_complete, job_condition, seconds_to_start
 from agentrun_operator.pod_troubles import AGAIN_SECONDS
 from agentrun_operator.reasons import ConditionType, Reason
-from agentrun_operator.render.names import Component
 from agentrun_operator.situation import Situation
 
 MIGRATION_SETTLES_SECONDS = 15.0
@@ -163,7 +162,7 @@ def _unfinished(situation: Situation, name: str, job: Object) -> Finding:
 
 
 def _trouble(situation: Situation) -> str:
-    return situation.observed.troubles.get(Component.MIGRATE, "")
+    return situation.observed.troubles.get(situation.migration.name, "")
 
 
 def _was_too_old(situation: Situation) -> bool:

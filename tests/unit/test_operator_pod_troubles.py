@@ -16,7 +16,7 @@ NO_IMAGE = "the image nope:1 cannot be pulled; check its name, the registry, and
 
 
 def pod(part: str, made: int = 1, **state: Any) -> dict[str, Any]:
-    labels = {"app.kubernetes.io/component": part}
+    labels = {"app.kubernetes.io/component": part, **({"batch.kubernetes.io/job-name": "job"} if part == "migrate" else {})}
     return {
         "metadata": {"name": f"{part}-{made}", "labels": labels, "creationTimestamp": f"2026-01-01T00:00:0{made}Z"},
         "status": {"containerStatuses": [{"name": part, "image": "nope:1", "state": state}]},
@@ -46,7 +46,7 @@ def test_a_migration_says_the_last_line_of_its_last_pod() -> None:
         pod("migrate", 1, terminated={"exitCode": 2, "message": "earlier"}),
         pod("worker", terminated={"exitCode": 2, "message": "a log line with a time"}),
     ]
-    assert troubles(pods) == {"migrate": "agentrun: migration 0002: no such table"}
+    assert troubles(pods) == {"job": "agentrun: migration 0002: no such table"}
 
 
 def test_pods_that_no_node_takes_say_so() -> None:
@@ -69,8 +69,11 @@ def test_the_condition_of_a_failed_migration_names_the_statement() -> None:
     world = settled()
     world.edit(image="agentrun:2")
     world.reconcile()
-    world.change(troubles={"migrate": "agentrun: migration 0003_x.sql: no such table; the statement is: ALTER TABLE x"})
+    (job,) = world.jobs
+    said = "agentrun: migration 0003_x.sql: no such table; the statement is: ALTER TABLE x"
+    world.change(troubles={"former": "agentrun: of a former image", job: said})
     world.reconcile()
+    assert "former" not in world.condition(SCHEMA)["message"]
     assert "the statement is: ALTER TABLE x" in world.condition(SCHEMA)["message"]
     world.end_jobs("Failed", "BackoffLimitExceeded")
     world.reconcile()

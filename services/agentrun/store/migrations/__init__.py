@@ -174,7 +174,7 @@ async def _statement(conn: Executor, name: str, statement: str) -> None:
         raise
     except asyncpg.PostgresError as error:
         raise MigrationRefused(
-            f"migration {name}: {error}; the statement is: {shown(statement)}; mend what it says, and run it again"
+            f"migration {name}: {error.args[0]}; the statement is: {shown(statement)}; mend what it says, and run it again"
         ) from error
 
 
