@@ -94,17 +94,22 @@ def operator() -> None:
 
 
 @app.command()
-def migrate() -> None:
+def migrate(
+    wait_seconds: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait for another migration that runs.")
+    ] = 120.0,
+) -> None:
     """Bring the database's schema up to this version. Safe to repeat, and to run twice at the same time.
 
-    With AGENTRUN_NAME set the database is reserved for that AgentRun.
+    With AGENTRUN_NAME set the database is reserved for that AgentRun. Ends with 0 when the schema is there, and with 2 and one line on
+    stderr when it is not: a statement was refused, another migration ran for too long, or Postgres does not answer.
     """
     from agentrun.store import migrations
 
     current = settings.read("database_url")
     set_up_logs(level=current.log_level, form=current.log_format, process="migrate")
     named = bool(current.model_fields_set & {"namespace", "name"})
-    _run(migrations.migrate(current.database_url, owner=current.agent if named else None))
+    _run(migrations.migrate(current.database_url, owner=current.agent if named else None, wait_seconds=wait_seconds))
     print(f"the database has schema {migrations.LATEST}")
 
 

@@ -1,0 +1,251 @@
+"""Migrations, and what waits for them, as processes: many migrators, killed ones, and pods on a schema that is behind or ahead."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import asyncpg
+import pytest
+from processes import Product, ProductProcess, ProductProcesses, clean_environment
+from product_launch import FORKS
+from redis.asyncio import Redis
+from run_factory import submitted
+from waiting import eventually, holds
+
+from agentrun.bus.connection import connect
+from agentrun.bus.keys import Keys
+from agentrun.bus.runs import WorkStream
+from agentrun.domain.keys import RANDOM_BYTES, generate, record_line
+from agentrun.store import migrations
+from agentrun.store.migrations import LATEST, LOCK_KEY
+from agentrun.store.pool import create_pool
+
+KEYS = Keys("default", "agent")
+MANIFEST = """
+apiVersion: agentrun.dev/v1alpha1
+kind: AgentRun
+metadata: {name: agent}
+spec:
+  agent: {model: "demo:chat"}
+  workers: {leaseSeconds: 2}
+  reaper: {idleSeconds: 2, intervalSeconds: 1}
+  streaming: {flushEvents: 1}
+"""
+Migrator = Callable[..., ProductProcess]
+
+
+@pytest.fixture
+def product(tmp_path: Path, database_url: str, redis_url: str) -> Product:
+    manifest = tmp_path / "agentrun.yaml"
+    manifest.write_text(MANIFEST)
+    _, record = generate(os.urandom(RANDOM_BYTES), user="alice", scopes=[], created=datetime.now(UTC))
+    (tmp_path / "keys").write_text(record_line(record) + "\n")
+    return Product(manifest, database_url, redis_url, api_keys=tmp_path / "keys")
+
+
+@pytest.fixture
+def migrator(tmp_path: Path, product_processes: ProductProcesses) -> Migrator:
+    """Starts `agentrun migrate`."""
+
+    def start(url: str, *options: str) -> ProductProcess:
+        number = len(product_processes.started)
+        forked = FORKS and not options
+        command = ["agentrun", "migrate"] if forked else [sys.executable, "-m", "agentrun", "migrate", *options]
+        environment = {**clean_environment(), "DATABASE_URL": url, "AGENTRUN_NAMESPACE": "default", "AGENTRUN_NAME": "agent"}
+        process = ProductProcess(f"migrate-{number}", command, environment, 0, tmp_path / f"migrate-{number}.log")
+        product_processes.started.append(process)
+        return process
+
+    return start
+
+
+async def one_behind(url: str) -> None:
+    """The database as the version before has left it."""
+    conn = await asyncpg.connect(url)
+    await conn.execute("DELETE FROM schema_versions WHERE version = $1", LATEST)
+    await conn.close()
+
+
+async def versions(url: str) -> list[int]:
+    conn = await asyncpg.connect(url)
+    try:
+        return [row["version"] for row in await conn.fetch("SELECT version FROM schema_versions ORDER BY version")]
+    finally:
+        await conn.close()
+
+
+ALL = [0, *(one.version for one in migrations.MIGRATIONS)]
+"""0: the functions."""
+
+
+async def test_mg_01_ten_migrator_processes_on_an_empty_database_all_end_with_0(
+    empty_database_url: str, migrator: Migrator
+) -> None:
+    started = [migrator(empty_database_url) for _ in range(10)]
+    codes = [await process.wait(within=60) for process in started]
+    assert codes == [0] * 10, "\n".join(process.log_tail() for process in started)
+    applied = "".join(process.log_tail() for process in started)
+    assert [applied.count(one.name) for one in migrations.MIGRATIONS] == [1] * len(migrations.MIGRATIONS), applied
+    assert await versions(empty_database_url) == ALL
+
+
+async def test_mg_02_a_migrator_process_killed_in_mid_step_leaves_no_lock_and_no_half_step(
+    empty_database_url: str, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as before:
+        before.setattr(migrations, "MIGRATIONS", migrations.MIGRATIONS[:1])
+        before.setattr(migrations, "LATEST", 1)
+        before.setattr(migrations, "TRANSITIONS", "CREATE SCHEMA agentrun_1")
+        await migrations.migrate(empty_database_url, say=lambda _: None)
+    admin = await asyncpg.connect(empty_database_url)
+    in_the_way = await asyncpg.connect(empty_database_url)
+    await in_the_way.execute("BEGIN; LOCK TABLE slots IN ACCESS EXCLUSIVE MODE")  # the second step gets as far as this table
+
+    async def waits_in_mid_step() -> bool:
+        return bool(await admin.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'slots'::regclass"))
+
+    killed = migrator(empty_database_url)
+    await eventually(waits_in_mid_step, within=20, what="the migrator is in the middle of a step")
+    killed.kill()
+
+    async def lock_is_free() -> bool:
+        held = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND ((classid::bigint << 32) | objid::bigint) = $1"
+        return not await admin.fetchval(held, LOCK_KEY)
+
+    # Postgres notices at the latest when the lock_timeout of the statement is over
+    await eventually(lock_is_free, within=20, what="the lock of the killed one is free")
+    columns = "SELECT count(*) FROM information_schema.columns WHERE table_name = 'cron_tasks' AND column_name = 'next_slot'"
+    assert await admin.fetchval(columns) == 0, "half of the step is there"
+
+    following = migrator(empty_database_url)
+    await eventually(waits_in_mid_step, within=20, what="the next one is at the same place")
+    await in_the_way.execute("COMMIT")
+    assert await following.wait(within=40) == 0, following.log_tail()
+    assert await versions(empty_database_url) == ALL
+    await in_the_way.close()
+    await admin.close()
+
+
+async def test_mg_02_a_waiting_migrator_process_gives_up_with_2_and_says_why(empty_database_url: str, migrator: Migrator) -> None:
+    holder = await asyncpg.connect(empty_database_url)
+    await holder.execute("SELECT pg_advisory_lock($1)", LOCK_KEY)
+    waiting = migrator(empty_database_url, "--wait-seconds", "1")
+    assert await waiting.wait(within=30) == 2
+    assert "another migration has been running for 1 s" in waiting.log_tail()
+    assert "Traceback" not in waiting.log_tail()
+    await holder.close()
+
+
+async def says(process: ProductProcess, words: str) -> bool:
+    answer = await process.get("/readyz")
+    return answer.status_code == 503 and words in answer.text
+
+
+async def all_three(product: Product, processes: ProductProcesses) -> list[ProductProcess]:
+    return [
+        await processes.gateway(product, ready=False),
+        await processes.worker(product, ready=False),
+        await processes.scheduler(product, ready=False),
+    ]
+
+
+async def status_of(url: str) -> list[str]:
+    conn = await asyncpg.connect(url)
+    try:
+        return [row["status"] for row in await conn.fetch("SELECT status FROM runs")]
+    finally:
+        await conn.close()
+
+
+async def waiting_run(product: Product) -> Redis:
+    """A run that waits in the database and on the bus."""
+    pool = await create_pool(product.database_url, 1)
+    run = await submitted(pool)
+    await pool.close()
+    redis = await connect(product.redis_url)
+    stream = WorkStream(redis, KEYS)
+    await stream.ensure_group()
+    await stream.publish([run.run_id])
+    return redis
+
+
+async def test_mg_04_one_version_behind_nobody_is_ready_says_what_is_needed_or_takes_work_and_then_all_do(
+    product: Product, product_processes: ProductProcesses, migrator: Migrator
+) -> None:
+    redis = await waiting_run(product)
+    await one_behind(product.database_url)
+    started = await all_three(product, product_processes)
+
+    words = f"the database has schema {LATEST - 1} and this version needs {LATEST}"
+    for process in started:
+        await eventually(lambda process=process: says(process, words), within=30, what=f"{process.name} says what it needs")
+        assert (await process.get("/healthz")).status_code == 200, "a restart would mend nothing"
+
+    async def nothing_moves() -> bool:
+        groups = await redis.xinfo_groups(KEYS.runs)
+        return await status_of(product.database_url) == ["pending"] and groups[0]["pending"] == 0
+
+    await holds(nothing_moves, until=seconds_pass(3), within=20, what="nobody reads or claims")
+
+    migration = migrator(product.database_url)
+    assert await migration.wait(within=30) == 0, migration.log_tail()
+    await asyncio.gather(*(process.ready() for process in started))
+    await eventually(
+        lambda: ran(product.database_url, "succeeded"), within=30, what="the run that waited is done, without a restart"
+    )
+    await redis.aclose()
+    assert [await process.terminate() for process in started] == [0, 0, 0]
+
+
+def seconds_pass(seconds: float) -> Callable[[], Awaitable[bool]]:
+    """Several of the looks that the processes take at the schema, one a second."""
+    over = time.monotonic() + seconds
+
+    async def passed() -> bool:
+        return time.monotonic() > over
+
+    return passed
+
+
+async def ran(url: str, status: str) -> bool:
+    return await status_of(url) == [status]
+
+
+async def ahead(url: str, *, oldest_accepted: int) -> None:
+    """The database as a newer version has left it."""
+    conn = await asyncpg.connect(url)
+    await conn.execute("INSERT INTO schema_versions (version, name, checksum) VALUES ($1, 'newer', 'x')", LATEST + 1)
+    await conn.execute("UPDATE meta SET oldest_accepted = $1", oldest_accepted)
+    await conn.close()
+
+
+async def test_mg_05_one_additive_version_ahead_the_former_image_starts_and_serves(
+    product: Product, product_processes: ProductProcesses
+) -> None:
+    await (await waiting_run(product)).aclose()
+    await ahead(product.database_url, oldest_accepted=LATEST)
+    started = await all_three(product, product_processes)
+    await asyncio.gather(*(process.ready() for process in started))
+    await eventually(lambda: ran(product.database_url, "succeeded"), within=30, what="it works")
+    assert [await process.terminate() for process in started] == [0, 0, 0]
+
+
+async def test_mg_05_a_schema_that_accepts_only_newer_code_is_refused_by_all_with_its_range(
+    product: Product, product_processes: ProductProcesses, migrator: Migrator
+) -> None:
+    await (await waiting_run(product)).aclose()
+    await ahead(product.database_url, oldest_accepted=LATEST + 1)
+    started = await all_three(product, product_processes)
+    words = (
+        f"the database has schema {LATEST + 1}, which accepts code for schema {LATEST + 1} or newer; this is for {LATEST}; "
+        "run a newer version of agentrun"
+    )
+    for process in started:
+        await eventually(lambda process=process: says(process, words), within=30, what=f"{process.name} names the range")
+        assert process.returncode is None, "it must not crash in a loop"
+    await holds(lambda: ran(product.database_url, "pending"), until=seconds_pass(2), within=20, what="nobody takes work")
+    assert [await process.terminate() for process in started] == [0, 0, 0]
