@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_factory import AGENT, claimed, event, submission
+from waiting import eventually
 
 from agentrun.domain.events import Kind
 from agentrun.domain.follow_ups import Decision, LastRun, Policy, decide
@@ -352,16 +353,8 @@ async def test_an_effect_that_waits_for_no_commit_is_seen(pool: Pool, database_u
     begun = await effects.begin(other, [Begin(first.run.run_id, 1, new_id(), "refund", "o", None, again=False)])
     merging = asyncio.create_task(send(pool, "hurry"))
 
-    async def waits() -> bool:
-        return bool(
-            await pool.fetchval(
-                "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%follow_up%'"
-            )
-        )
-
-    async with asyncio.timeout(10):
-        while not await waits():
-            await asyncio.sleep(0.01)
+    waiting = "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%follow_up%'"
+    await eventually(lambda: pool.fetchval(waiting), within=10, what="the merge waits for the attempt")
     await transaction.commit()
     await other.close()
     assert begun[0].mine and (await merging).superseded is None

@@ -1,6 +1,7 @@
 """Messages to busy sessions, decided one by one: in their order within a session, a few sessions at a time.
 
-Plain submissions do not wait for them: a row that leaves its group goes on here, and so does every later row of its session while any waits.
+Plain submissions do not wait for them: a row that leaves its group goes on here, and so does every later row of its session while any
+waits.
 """
 
 import asyncio

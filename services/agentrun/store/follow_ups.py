@@ -19,8 +19,8 @@ _ONE = "SELECT * FROM agentrun_1.follow_up($1, $2, $3, $4, $5, $6, $7, $8, $9, $
 
 @dataclass(frozen=True, slots=True)
 class FollowedUp:
-    """What became of one message. `rejected`: nothing was stored, `run` is the unfinished run in its way. `superseded`: the run whose inputs
-    the new run holds; its `events` are to be sent to its readers, and its `owner`, if any, is to be told.
+    """What became of one message. `rejected`: nothing was stored, `run` is the unfinished run in its way. `superseded`: the run whose
+    inputs the new run holds; its `events` are to be sent to its readers, and its `owner`, if any, is to be told.
     """
 
     run: Submitted
