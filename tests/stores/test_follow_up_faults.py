@@ -12,6 +12,7 @@ from processes import ProductProcesses
 from waiting import eventually
 from whole_path import MANIFEST, System, system
 
+MERGE = MANIFEST.replace("policy: Enqueue", "policy: Merge")
 AGENT = '''
 """Says again what it was told. `wait` in a message makes it tick into a file, slowly, before it answers."""
 import asyncio
@@ -34,6 +35,7 @@ async def agent(ctx):
 @pytest.fixture
 async def whole(database_url: str, redis_url: str, product_processes: ProductProcesses, tmp_path: Path) -> AsyncIterator[System]:
     async with system(database_url, redis_url, product_processes, tmp_path) as made:
+        (tmp_path / "agentrun.yaml").write_text(MERGE)
         (tmp_path / "whole_path_agent.py").write_text(AGENT)
         yield made
 
@@ -75,7 +77,7 @@ async def judge(whole: System, texts: list[str]) -> None:
 async def test_a_superseded_attempt_stops_promptly(whole: System, tmp_path: Path) -> None:
     """Not at its next renewal, which is far away: it is told."""
     (tmp_path / "agentrun.yaml").write_text(
-        MANIFEST.replace("leaseSeconds: 2,", "leaseSeconds: 300,").replace("idleSeconds: 2,", "idleSeconds: 300,")
+        MERGE.replace("leaseSeconds: 2,", "leaseSeconds: 300,").replace("idleSeconds: 2,", "idleSeconds: 300,")
     )
     await whole.gateway()
     worker = await whole.worker()

@@ -42,8 +42,8 @@ BEGIN
         SELECT n.*, row_number() OVER (PARTITION BY n.session_id ORDER BY n.ord) - 1 AS place FROM n
     ), tried AS (
         SELECT numbered.*, numbered.base + numbered.place AS position FROM numbered
-        WHERE p_policy = 'Enqueue' OR numbered.place = 0 AND NOT EXISTS (
-            SELECT 1 FROM runs b WHERE b.session_id = numbered.session_id AND b.status IN ('pending', 'running'))
+        WHERE p_policy = 'Enqueue' OR numbered.place = 0 AND (  -- a scalar: one look into the index for each, never a join
+            SELECT b.id FROM runs b WHERE b.session_id = numbered.session_id AND b.status IN ('pending', 'running') LIMIT 1) IS NULL
     ), made AS (
         INSERT INTO runs (id, agent, user_id, session_id, session_given, session_position, idempotency_key, client_key, body_hash, input)
         SELECT id, agent, user_id, session_id, given, position, key, client_key, body_hash, body::jsonb
@@ -88,13 +88,17 @@ $$;
 
 -- chain_of: the first run of a redrive chain, else the run itself. Effects belong to the chain.
 CREATE OR REPLACE FUNCTION agentrun_1.chain_of(p_run uuid) RETURNS uuid
-LANGUAGE sql STABLE AS $$
-    WITH RECURSIVE up AS (
-        SELECT r.id, r.redrive_of FROM runs r WHERE r.id = p_run
-        UNION SELECT r.id, r.redrive_of FROM runs r JOIN up ON r.id = up.redrive_of
-    )
-    SELECT up.id FROM up WHERE up.redrive_of IS NULL
-$$;
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    v_run uuid := p_run;
+    v_before uuid;
+BEGIN
+    LOOP
+        SELECT r.redrive_of INTO v_before FROM runs r WHERE r.id = v_run;
+        IF v_before IS NULL THEN RETURN v_run; END IF;
+        v_run := v_before;
+    END LOOP;
+END $$;
 
 -- follow_up: one message, decided under its session's lock. Insert first: what is there already is read back and changes nothing.
 --   no unfinished run in the session    it is the head
@@ -115,6 +119,7 @@ DECLARE
     v_session uuid;
     v_position bigint;
     v_last runs;
+    v_chain uuid;
     v_made integer;
 BEGIN
     INSERT INTO sessions (id, agent, user_id, external_id) VALUES (p_session, p_agent, p_user, p_external) ON CONFLICT DO NOTHING;
@@ -143,9 +148,10 @@ BEGIN
             SELECT * INTO v_last FROM runs r WHERE r.id = v_last.id FOR NO KEY UPDATE;
             CONTINUE WHEN v_last.status NOT IN ('pending', 'running');           -- it has just ended: decide again
             PERFORM 1 FROM attempts a WHERE a.run_id = v_last.id AND a.epoch = v_last.epoch FOR NO KEY UPDATE;
+            v_chain := agentrun_1.chain_of(v_last.id);
             EXIT WHEN v_last.cron_task IS NOT NULL
                 OR EXISTS (SELECT 1 FROM effects e WHERE e.run_id = v_last.id)
-                OR EXISTS (SELECT 1 FROM effects e WHERE e.chain_id = agentrun_1.chain_of(v_last.id))
+                OR EXISTS (SELECT 1 FROM effects e WHERE e.chain_id = v_chain)
                 OR now() > (SELECT min(i.created_at) + make_interval(secs => p_window) FROM inputs i WHERE i.held_by = v_last.id);
             IF agentrun_1.take_over_locked(v_last.id, 'superseded', v_last.epoch, NULL, 0, NULL, p_run, 0, NULL) THEN
                 UPDATE inputs i SET held_by = p_run WHERE i.held_by = v_last.id AND i.fate IS NULL;
