@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -63,11 +64,12 @@ def migrator(tmp_path: Path, product_processes: ProductProcesses) -> Migrator:
     return start
 
 
-async def one_behind(url: str) -> None:
-    """The database as the version before has left it."""
-    conn = await asyncpg.connect(url)
-    await conn.execute("DELETE FROM schema_versions WHERE version = $1", LATEST)
-    await conn.close()
+async def one_behind(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty database becomes what the version before leaves, with the functions of this one."""
+    with monkeypatch.context() as before:
+        before.setattr(migrations, "MIGRATIONS", migrations.MIGRATIONS[:-1])
+        before.setattr(migrations, "LATEST", LATEST - 1)
+        await migrations.migrate(url, say=lambda _: None)
 
 
 async def versions(url: str) -> list[int]:
@@ -174,10 +176,15 @@ async def waiting_run(product: Product) -> Redis:
 
 
 async def test_mg_04_one_version_behind_nobody_is_ready_says_what_is_needed_or_takes_work_and_then_all_do(
-    product: Product, product_processes: ProductProcesses, migrator: Migrator
+    product: Product,
+    empty_database_url: str,
+    product_processes: ProductProcesses,
+    migrator: Migrator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    product = replace(product, database_url=empty_database_url)
+    await one_behind(product.database_url, monkeypatch)
     redis = await waiting_run(product)
-    await one_behind(product.database_url)
     started = await all_three(product, product_processes)
 
     words = f"the database has schema {LATEST - 1} and this version needs {LATEST}"

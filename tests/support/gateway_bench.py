@@ -44,12 +44,22 @@ spec:
   database: {poolSize: %d}
   gateway: {maxBodyBytes: %d}
   submission: {dedupeSeconds: %d}
+  followUps: {policy: %s, windowSeconds: %d}
   suspend: %s
 """
 
 
-def manifest(*, pool_size: int = 5, max_body_bytes: int = 65536, dedupe_seconds: int = 10, suspend: bool = False) -> AgentRun:
-    return parse(MANIFEST % (pool_size, max_body_bytes, dedupe_seconds, str(suspend).lower()), source="test")[0]
+def manifest(
+    *,
+    pool_size: int = 5,
+    max_body_bytes: int = 65536,
+    dedupe_seconds: int = 10,
+    policy: str = "Enqueue",
+    window_seconds: int = 30,
+    suspend: bool = False,
+) -> AgentRun:
+    values = (pool_size, max_body_bytes, dedupe_seconds, policy, window_seconds, str(suspend).lower())
+    return parse(MANIFEST % values, source="test")[0]
 
 
 def keys_file(folder: Path, users: Mapping[str, Sequence[Scope]]) -> tuple[Path, dict[str, str]]:
@@ -181,7 +191,7 @@ class Room:
 
     async def empty(self) -> "Room":
         """Forgets everything, so that tests can share a gateway."""
-        await self.pool.execute("TRUNCATE sessions, runs, attempts, messages, inputs, ledger, dead_letters CASCADE")
+        await self.pool.execute("TRUNCATE sessions, runs, attempts, messages, inputs, ledger, effects, dead_letters CASCADE")
         await self.redis.flushall()
         return self
 

@@ -12,10 +12,13 @@ from uuid import UUID, uuid4
 import msgspec
 
 from agentrun.agents.base import RunInfo, Turn, Usage, UserInput
+from agentrun.agents.effects import EffectPolicy
 from agentrun.domain.errors import Fenced
 from agentrun.domain.events import Kind, encode_data
 from agentrun.domain.reducer import Transcript
 from agentrun.domain.text import clean
+from agentrun.store.effects import Begin, Begun, EffectState, Settle, Settled
+from agentrun.worker.effects import Effects
 
 
 class Killed(BaseException):
@@ -30,6 +33,8 @@ class Journal:
     ledger: list[tuple[int, Usage]] = field(default_factory=list)  # epoch, usage
     checkpoints: list[Any] = field(default_factory=list)
     checkpoint_seq: int = -1
+    effects: dict[tuple[str, str], tuple[EffectState, str | None, str | None, int]] = field(default_factory=dict)
+    """By name and key: state, request, response, tries."""
 
     @property
     def transcript(self) -> Transcript:
@@ -59,6 +64,7 @@ class RecordingContext:
         self.acts: list[str] = []
         self.fenced = False
         self._on = on or (lambda act: None)
+        self._effects = Effects(self.run, self, self.ready)  # type: ignore[arg-type]
 
     @property
     def deadline(self) -> float:
@@ -112,6 +118,27 @@ class RecordingContext:
         self.journal.checkpoints.append(_through_json(state))
         self.journal.checkpoint_seq = len(self.journal.events) - 1
         self._on("checkpointed")
+
+    def effect(self, name: str, *, key: str, policy: Any = "fail", request: Any = None, reconcile: Any = None) -> Any:
+        return self._effects.one(name, key, EffectPolicy(policy), request, reconcile)
+
+    async def begin_effect(self, item: Begin) -> Begun:
+        """What Postgres does, for one attempt at a time."""
+        self._act(f"begin {item.name}")
+        found = self.journal.effects.get((item.name, item.key))
+        mine = found is None or found[0] is EffectState.FAILED or (found[0] is EffectState.INITIATED and item.again)
+        if mine:
+            tries = found[3] + 1 if found else 1
+            found = self.journal.effects[item.name, item.key] = (EffectState.INITIATED, item.request, None, tries)
+        assert found is not None
+        state, asked, response, tries = found
+        return Begun(True, mine, self.run.id, state, tries, asked, response)
+
+    async def settle_effect(self, item: Settle) -> Settled:
+        self._act(f"settle {item.name} {item.state}")
+        found = self.journal.effects[item.name, item.key]
+        self.journal.effects[item.name, item.key] = (item.state, found[1], item.response, found[3])
+        return Settled(held=True, ok=True)
 
     def _act(self, name: str, *, told: bool = False) -> None:
         if not told:

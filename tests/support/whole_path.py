@@ -31,6 +31,7 @@ spec:
     entrypoint: "whole_path_agent:agent"
   workers: {{leaseSeconds: {LEASE_SECONDS}, concurrency: 8, drainSeconds: 1, maxRunSeconds: 120}}
   reaper: {{idleSeconds: {LEASE_SECONDS}, intervalSeconds: 1}}
+  followUps: {{policy: Enqueue}}
 """
 AGENT = '''
 """A real pydantic-ai Agent with two tools."""

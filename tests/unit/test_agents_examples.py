@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def _forget_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in ("shop", "countdown"):
+    for name in ("shop", "countdown", "refunds"):
         sys.modules.pop(name, None)
 
 
@@ -62,3 +62,19 @@ async def test_own_goes_on_where_it_was_killed(monkeypatch: pytest.MonkeyPatch) 
     later = context.next_attempt()
     result = await executor.execute(later)
     assert result.output == "4… 3… 2… 1… lift-off!" == later.journal.transcript.text
+
+
+async def test_effects_refunds_once_though_its_worker_dies_after_the_call() -> None:
+    executor = example("effects")
+    context = RecordingContext("refund order 17", on=lambda act: _die(act, "settle refund done"))
+    with pytest.raises(Killed):
+        await executor.execute(context)
+    later = context.next_attempt()
+    result = await executor.execute(later)
+    assert "1700" in result.output
+    assert len(sys.modules["refunds"].BANK) == 1 and later.journal.effects["refund", "17"][3] == 2
+
+
+def _die(act: str, at: str) -> None:
+    if act == at:
+        raise Killed

@@ -101,3 +101,21 @@ async def test_what_a_run_used_is_told_in_columns(usage: dict[str, Any], rows: l
         "events   http://gateway/events",
         "state    http://gateway/v1/runs/r1",
     ]
+
+
+async def test_a_superseded_answer_goes_on_in_the_run_that_answers_both() -> None:
+    client = FakeClient([ITEM, text("half"), RESTART, ("superseded", {"by": "r2"})], ["interrupted"])
+    asked: list[str] = []
+
+    async def follow(run_id: str) -> AsyncIterator[SeenEvent]:
+        asked.append(run_id)
+        whole = [ITEM, text("both"), COMPLETED]
+        for event in client.events if run_id == "r1" else [SeenEvent(seq, *event) for seq, event in enumerate(whole)]:
+            yield event
+
+    client.follow = follow  # type: ignore[method-assign]
+    succeeded, output = await shown(client)
+
+    assert succeeded and asked == ["r1", "r2"]
+    assert "[another message came; run r2 answers both]\n       both\n" in output
+    assert "run      r2" in output

@@ -7,12 +7,13 @@ from unittest.mock import Mock, patch
 
 import pytest
 
+from agentrun.domain.follow_ups import Policy
 from agentrun.domain.states import RunStatus
 from agentrun.gateway import submissions
 from agentrun.gateway.bodies import MessageBody
 from agentrun.gateway.problems import OVERLOADED, Problem
-from agentrun.gateway.submissions import Message, Submissions
-from agentrun.store import transitions
+from agentrun.gateway.submissions import FollowUpRules, Message, Submissions
+from agentrun.store import follow_ups
 from agentrun.store.group import MOST_WEIGHT
 from agentrun.store.transitions import Submission, Submitted
 from agentrun.telemetry import REGISTRY
@@ -26,7 +27,7 @@ class Store:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def submit(self, pool: Any, group: Sequence[Submission]) -> list[Submitted]:
+    async def submit(self, pool: Any, group: Sequence[Submission], policy: Policy) -> list[Submitted]:
         self.groups.append(len(group))
         await self.open.wait()
         return [Submitted(one.run_id, one.session_id, RunStatus.PENDING, False, False, True) for one in group]
@@ -35,13 +36,13 @@ class Store:
 @pytest.fixture
 async def store() -> AsyncIterator[Store]:
     made = Store()
-    with patch.object(transitions, "submit", made.submit):
+    with patch.object(follow_ups, "submit", made.submit):
         yield made
 
 
 @pytest.fixture
 async def taken(store: Store) -> Submissions:
-    return Submissions(Mock(), Mock(), agent="test/agent", dedupe_seconds=10)
+    return Submissions(Mock(), Mock(), agent="test/agent", dedupe_seconds=10, rules=FollowUpRules(Policy.MERGE, 30, 1))
 
 
 def message(text: str, key: str = "k") -> Message:

@@ -122,7 +122,11 @@ def test_json_is_accepted(tmp_path: Path) -> None:
         (spec(AGENT + ", workers: {leaseSeconds: 1}"), "spec.workers.leaseSeconds: 1 is out of range; set it to at least 2"),
         (spec(AGENT + ", workers: {leaseSeconds: 601}"), "leaseSeconds: 601 is out of range; set it to at most 600"),
         (spec(AGENT + ", workers: {retries: 1, retries: 2}"), "run.yaml, line 4, column 59: the member 'retries' is there twice"),
-        (spec(AGENT + ", followUps: {policy: Merge}"), "spec.followUps.policy: 'Merge' is not allowed; use 'Enqueue'"),
+        (
+            spec(AGENT + ", followUps: {policy: Queue}"),
+            "spec.followUps.policy: 'Queue' is not allowed; use 'Merge', 'Enqueue' or 'Reject'",
+        ),
+        (spec(AGENT + ", followUps: {windowSeconds: 0}"), "spec.followUps.windowSeconds"),
         (
             spec(AGENT + ", workers: {leaseSeconds: 60}"),
             "run.yaml: spec.reaper.idleSeconds: 30 is below workers.leaseSeconds (60); set it to 60 or more",

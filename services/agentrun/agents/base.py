@@ -5,13 +5,16 @@ An executor must not know Postgres or Redis. Whatever it wants to be seen, store
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from uuid import UUID
 
 import msgspec
 
 from agentrun.costs.usage import Usage as Usage
 from agentrun.domain.events import Kind
+
+if TYPE_CHECKING:
+    from agentrun.agents.effects import Effect, EffectPolicy, Reconcile
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,20 @@ class Context(Protocol):
         """Stores everything emitted so far together with `state` (a JSON value): the next attempt goes on from here.
 
         Raises Fenced when the attempt no longer owns the run.
+        """
+        ...
+
+    def effect(
+        self,
+        name: str,
+        *,
+        key: str,
+        policy: "EffectPolicy | str" = "fail",
+        request: Any = None,
+        reconcile: "Reconcile | None" = None,
+    ) -> "Effect":
+        """A call that changes the world, on record before it goes out: `async with ctx.effect("refund", key=order) as effect`, see
+        `agents.effects`. `request` is a JSON value to compare; `reconcile` goes with the policy reconcile.
         """
         ...
 

@@ -16,6 +16,7 @@ from contextlib import aclosing
 from typing import Any
 
 from agentrun.agents.base import Context, Result, Usage
+from agentrun.agents.effects import Effect, EffectPolicy, Reconcile
 from agentrun.agents.failures import AgentFailure
 from agentrun.agents.output import OutputWriter, TextItem, mended
 from agentrun.domain.events import TERMINAL, Kind
@@ -125,3 +126,14 @@ class _OwnContext:
     async def checkpoint(self, state: Any) -> None:
         await self.close()
         await self._inner.checkpoint({"state": state, "next_item": self._writer.next_item, "text": self.text})
+
+    def effect(
+        self,
+        name: str,
+        *,
+        key: str,
+        policy: EffectPolicy | str = EffectPolicy.FAIL,
+        request: Any = None,
+        reconcile: Reconcile | None = None,
+    ) -> Effect:
+        return self._inner.effect(name, key=key, policy=policy, request=request, reconcile=reconcile)

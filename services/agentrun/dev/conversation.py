@@ -58,6 +58,10 @@ class Conversation:
         run_id = await self.client.submit(self.session, text, key=str(new_id()))
         screen.write("agent  ")
         transcript = await self._print_answer(run_id)
+        while transcript.end == "superseded":  # somebody else wrote to the session: one run answers both
+            run_id = str((transcript.end_data or {})["by"])
+            screen.write(f"\n       [another message came; run {run_id} answers both]\n       ")
+            transcript = await self._print_answer(run_id)
         run = await self.client.run(run_id)
         screen.line()
         if transcript.end != "completed":

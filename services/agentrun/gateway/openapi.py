@@ -29,7 +29,7 @@ _SUBMITTING = (
     problems.SUSPENDED,
 )
 _PROBLEMS: dict[tuple[str, str], tuple[ProblemType, ...]] = {
-    ("/v1/sessions/{session}/messages", "post"): (*_SUBMITTING, problems.INVALID_PARAMETER),
+    ("/v1/sessions/{session}/messages", "post"): (*_SUBMITTING, problems.INVALID_PARAMETER, problems.SESSION_BUSY),
     ("/v1/sessions/{session}/messages", "get"): (*_GUARDED, problems.INVALID_PARAMETER, problems.NOT_FOUND),
     ("/v1/sessions", "get"): (*_GUARDED, problems.INVALID_PARAMETER),
     ("/v1/runs", "post"): _SUBMITTING,
@@ -131,7 +131,10 @@ def _submission(summary: str, operation: str, parameters: list[dict[str, Any]]) 
         "responses": {
             "200": {**_STREAM, "description": f"If the client accepts text/event-stream. {_STREAM['description']}"},
             "202": {
-                "description": "Stored. The row is the promise: it will run.",
+                "description": (
+                    "Stored. The row is the promise: it will run. If the session has an unfinished run, `followUps.policy` decides: "
+                    "with Merge that run may end as `superseded` and this one answers its messages too."
+                ),
                 "headers": located,
                 "content": {"application/json": {"schema": _ACCEPTED}},
             },

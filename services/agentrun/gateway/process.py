@@ -20,6 +20,7 @@ from agentrun.bus.live import LiveFeed
 from agentrun.bus.runs import WorkStream
 from agentrun.domain.errors import BusUnavailable, ConfigurationError
 from agentrun.domain.events import Event
+from agentrun.domain.follow_ups import Policy
 from agentrun.gateway.app import create_app
 from agentrun.gateway.auth import Authenticator
 from agentrun.gateway.connections import HttpProtocol
@@ -27,7 +28,7 @@ from agentrun.gateway.context import Gateway
 from agentrun.gateway.feeds import HEARTBEAT_SECONDS, MOST_BYTES, MOST_VIEWERS, POLL_SECONDS, Feeds
 from agentrun.gateway.log import EventLog
 from agentrun.gateway.publisher import Publisher
-from agentrun.gateway.submissions import Submissions
+from agentrun.gateway.submissions import FollowUpRules, Submissions
 from agentrun.maintenance.schema import SchemaWatch
 from agentrun.maintenance.supervise import Supervisor
 from agentrun.manifests import AgentRun
@@ -94,7 +95,7 @@ async def _parts(settings: Settings, manifest: AgentRun, authenticator: Authenti
     live = LiveFeed(settings.redis_url, keys, on_reconnect=compare_soon)
     feeds = _feeds(pool, live, events, timing)
     publisher = _publisher(work, events, Control(redis, keys))
-    submissions = Submissions(pool, publisher, agent=settings.agent, dedupe_seconds=manifest.spec.submission.dedupe_seconds)
+    submissions = _submissions(pool, publisher, settings.agent, manifest)
     schema = SchemaWatch(pool, agent=settings.agent)
     supervisor = _watching(schema, redis)
     feeds.start()
@@ -120,6 +121,16 @@ async def _parts(settings: Settings, manifest: AgentRun, authenticator: Authenti
         await work.aclose()
         await redis.aclose()
         await _close(pool)
+
+
+def _submissions(pool: Pool, publisher: Publisher, agent: str, manifest: AgentRun) -> Submissions:
+    spec = manifest.spec
+    rules = FollowUpRules(
+        policy=Policy(spec.follow_ups.policy),
+        window_seconds=spec.follow_ups.window_seconds,
+        at_once=max(1, spec.database.pool_size // 2),
+    )
+    return Submissions(pool, publisher, agent=agent, dedupe_seconds=spec.submission.dedupe_seconds, rules=rules)
 
 
 def _feeds(pool: Pool, live: LiveFeed, events: EventStream, timing: Timing) -> Feeds:

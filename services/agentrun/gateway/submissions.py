@@ -1,26 +1,30 @@
 """From a request to a stored run: idempotency keys, one group commit for all requests that wait, and the answer.
 
 The row is the promise: nothing here waits for Redis. What is to be published is handed to the publisher after the commit; if that fails,
-the sweep finds the row.
+the sweep finds the row. A message to a busy session leaves its group where the follow-up policy must decide (gateway/follow_ups.py).
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from agentrun import failpoints
+from agentrun import failpoints, telemetry
 from agentrun.domain import idempotency
+from agentrun.domain.follow_ups import Policy
 from agentrun.domain.states import RunStatus
 from agentrun.gateway.answering import answering, read_back
 from agentrun.gateway.bodies import MessageBody
-from agentrun.gateway.problems import IDEMPOTENCY_KEY_REUSED, INVALID_CURSOR, OVERLOADED, Problem
+from agentrun.gateway.follow_ups import FollowUps, session_of
+from agentrun.gateway.problems import IDEMPOTENCY_KEY_REUSED, INVALID_CURSOR, OVERLOADED, SESSION_BUSY, Problem
 from agentrun.gateway.publisher import Publisher
-from agentrun.store import runs, transitions
+from agentrun.store import follow_ups, runs
+from agentrun.store.follow_ups import FollowedUp
 from agentrun.store.group import Group
 from agentrun.store.ids import new_id
 from agentrun.store.pool import Pool
-from agentrun.store.transitions import Submission, Submitted
+from agentrun.store.transitions import Reason, Submission, Submitted
 
 MOST_WAITING = 10_000
 MOST_WAITING_BYTES = 64_000_000
@@ -83,26 +87,42 @@ def _weight(submission: Submission) -> int:
     return len(submission.body) + len(submission.content)
 
 
+@dataclass(frozen=True, slots=True)
+class FollowUpRules:
+    """What happens to a message while its session has an unfinished run; `at_once` sessions are decided at the same time."""
+
+    policy: Policy
+    window_seconds: float
+    at_once: int
+
+
+Decided = Submitted | asyncio.Future[FollowedUp]
+
+
 class Submissions:
     """Stores submissions in groups. Belongs to one event loop."""
 
-    def __init__(self, pool: Pool, publisher: Publisher, *, agent: str, dedupe_seconds: int) -> None:
+    def __init__(self, pool: Pool, publisher: Publisher, *, agent: str, dedupe_seconds: int, rules: FollowUpRules) -> None:
         self._pool = pool
         self._publisher = publisher
         self._agent = agent
         self._dedupe_seconds = dedupe_seconds
-        self._group: Group[Submission, Submitted] = Group(self._commit, weigh=_weight, stage="submit")
+        self._rules = rules
+        self._group: Group[Submission, Decided] = Group(self._commit, weigh=_weight, stage="submit")
+        self._follow_ups = FollowUps(self._follow_up, at_once=rules.at_once)
 
     async def accept(self, message: Message) -> Accepted:
         """Stores the submission, or finds the run of an earlier one that says the same.
 
-        Raises Problem: the key was used for another body, the database is away, or too many requests wait for it.
+        Raises Problem: the key was used for another body, the session is busy and the policy is Reject, the database is away, or too
+        many requests wait for it.
         """
-        if len(self._group) >= MOST_WAITING or self._group.weight >= MOST_WAITING_BYTES:
+        if len(self._group) + len(self._follow_ups) >= MOST_WAITING or self._group.weight >= MOST_WAITING_BYTES:
             raise Problem(OVERLOADED, "Send the same request again, with the same Idempotency-Key if it had one.")
         submission = self._prepare(message)
         async with answering():
-            found = await self._group.submit(submission)
+            decided = await self._group.submit(submission)
+            found = decided if isinstance(decided, Submitted) else await self._decided(decided)
         if found.reused:
             raise _reused()
         return Accepted(found.run_id, found.session_id, submission.external_id, found.status, found.replayed)
@@ -136,13 +156,44 @@ class Submissions:
     async def close(self) -> None:
         """Waits until every submission that was taken has its answer."""
         await self._group.close()
+        await self._follow_ups.close()
 
-    async def _commit(self, group: Sequence[Submission]) -> Sequence[Submitted]:
+    async def _commit(self, group: Sequence[Submission]) -> Sequence[Decided]:
+        # Rows of a session that has others waiting wait behind them, in their order.
+        plain = [item for item in group if not self._follow_ups.busy(session_of(item))]
         await failpoints.hit("gateway.submit.before")
-        found = await read_back(lambda: transitions.submit(self._pool, group))
+        stored = await read_back(lambda: follow_ups.submit(self._pool, plain, self._rules.policy)) if plain else []
         await failpoints.hit("gateway.submit.committed")
-        self._publisher.publish([run.run_id for run in found if run.is_head and not run.reused])
-        return found
+        self._publisher.publish([run.run_id for run in stored if run and run.is_head and not run.reused])
+        found = {item.run_id: run for item, run in zip(plain, stored, strict=True)}
+        return [found.get(item.run_id) or self._follow_ups.put(item) for item in group]
+
+    async def _follow_up(self, submission: Submission) -> FollowedUp:
+        policy, window = self._rules.policy, self._rules.window_seconds
+        await failpoints.hit("gateway.follow_up.before")
+        done = await read_back(lambda: follow_ups.follow_up(self._pool, submission, policy, window_seconds=window))
+        await failpoints.hit("gateway.follow_up.committed")
+        if done.rejected:
+            return done
+        if (taken := done.superseded) is not None:
+            if taken.owner is not None:
+                self._publisher.cancel(taken.owner.rpartition("/")[0], taken.run_id, taken.epoch)
+            self._publisher.send_events([(taken.run_id, event) for event in taken.events])
+            telemetry.TAKEOVERS.labels(Reason.SUPERSEDED.value).inc()
+            telemetry.RUNS_FINISHED.labels(RunStatus.SUPERSEDED.value).inc()
+        if done.run.is_head and not done.run.reused:
+            self._publisher.publish([done.run.run_id])
+        return done
+
+    async def _decided(self, decided: "asyncio.Future[FollowedUp]") -> Submitted:
+        done = await decided
+        if done.rejected:
+            raise Problem(
+                SESSION_BUSY,
+                "Nothing was stored. Send the same request again, with the same Idempotency-Key if it had one, when that run has ended.",
+                members={"run_id": str(done.run.run_id), "run_status": done.run.status.value},
+            )
+        return done.run
 
 
 def _reused() -> Problem:

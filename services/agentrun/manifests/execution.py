@@ -104,7 +104,17 @@ class SubmissionSpec(Spec):
 class FollowUpsSpec(Spec):
     """What happens to a message while its session has an unfinished run."""
 
-    policy: Literal["Enqueue"] = Field(default="Enqueue", description="Enqueue: the message becomes the session's next run.")
+    policy: Literal["Merge", "Enqueue", "Reject"] = Field(
+        default="Merge",
+        description="Merge: the session's last unfinished run ends as superseded and one run answers all its messages and the new one. "
+        "Enqueue: the message becomes the session's next run. Reject: 409, nothing is stored.",
+    )
+    window_seconds: int = Field(
+        default=30,
+        ge=1,
+        le=86_400,
+        description="How long after the first message that a run holds others are merged with it; later ones are queued. Only with Merge.",
+    )
 
 
 class StreamingSpec(Spec):

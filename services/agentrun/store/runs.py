@@ -13,6 +13,7 @@ HISTORY_BYTES = 16_000_000
 
 _HEAD = """NOT EXISTS (SELECT 1 FROM runs b WHERE b.session_id = r.session_id AND b.session_position < r.session_position
            AND b.status IN ('pending', 'running'))"""
+_INPUT = "id, held_by, content, run_id, created_at, fate, fate_run"
 _DUE = "(r.not_before IS NULL OR r.not_before <= now())"
 
 
@@ -76,11 +77,15 @@ class DueHead:
 
 @dataclass(frozen=True, slots=True)
 class HeldInput:
-    """A user message and the run that holds it; `content` is JSON text."""
+    """A user message and the run that holds it; `content` is JSON text. `sent_with` is the run that was made for it."""
 
     id: UUID
     run_id: UUID
     content: str
+    sent_with: UUID
+    created_at: datetime
+    fate: str | None
+    fate_run: UUID | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +186,14 @@ async def list_runs(
 async def held_inputs(conn: Executor, run_ids: Sequence[UUID]) -> list[HeldInput]:
     """The user messages that these runs hold, in the order of the session. Raises StoreUnavailable."""
     with unavailable():
-        rows = await conn.fetch(
-            "SELECT id, held_by, content FROM inputs WHERE held_by = ANY ($1) ORDER BY position, id", list(run_ids)
-        )
+        rows = await conn.fetch(f"SELECT {_INPUT} FROM inputs WHERE held_by = ANY ($1) ORDER BY position, id", list(run_ids))
+    return [HeldInput(*row) for row in rows]
+
+
+async def inputs_of(conn: Executor, run_id: UUID) -> list[HeldInput]:
+    """The user messages that the run holds and those that it was made for, whoever holds them now. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(f"SELECT {_INPUT} FROM inputs WHERE held_by = $1 OR run_id = $1 ORDER BY position, id", run_id)
     return [HeldInput(*row) for row in rows]
 
 

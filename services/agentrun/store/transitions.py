@@ -1,4 +1,5 @@
-"""The only code that moves a run; the statements are in transitions.sql. Each call takes a batch; a single one is a batch of one.
+"""The only code that moves a run, with store/follow_ups.py; the statements are in transitions.sql and submissions.sql. Each call takes a
+batch; a single one is a batch of one.
 
 Every function may be called again with the same arguments after StoreUnavailable: what was done the first time is read back and
 answered as done, not done twice. A group that holds one bad member fails as a whole and changes nothing; callers split it
@@ -195,8 +196,10 @@ class TakenOver:
 
 
 async def submit(conn: Executor, group: Sequence[Submission]) -> list[Submitted]:
-    """Stores new submissions and finds the runs of repeated ones, in the order asked. Raises StoreUnavailable."""
-    columns = [list(column) for column in zip(*(_submission_row(item) for item in group), strict=True)]
+    """Stores new submissions and finds the runs of repeated ones, in the order asked: each the next run of its session, as with the
+    policy Enqueue. Others are in store/follow_ups.py. Raises StoreUnavailable.
+    """
+    columns = [list(column) for column in zip(*(submission_row(item) for item in group), strict=True)]
     with unavailable():
         rows = await conn.fetch("SELECT * FROM agentrun_1.submit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)", *columns)
     return [
@@ -205,7 +208,8 @@ async def submit(conn: Executor, group: Sequence[Submission]) -> list[Submitted]
     ]
 
 
-def _submission_row(item: Submission) -> tuple[object, ...]:
+def submission_row(item: Submission) -> tuple[object, ...]:
+    """The arguments of the functions that submit, in their order."""
     return (
         item.run_id,
         item.session_id,
@@ -326,15 +330,14 @@ async def take_over(
 
 def _taken_over(row: asyncpg.Record) -> TakenOver:
     status = RunStatus(row["status"]) if row["status"] else None
-    events = (
-        [
-            Event(seq, row["epoch"], Kind(kind), data.encode())
-            for seq, kind, data in zip(row["event_seq"], row["event_kind"], row["event_data"], strict=True)
-        ]
-        if row["ok"] and row["event_seq"]
-        else []
-    )
+    events = closing_events(row) if row["ok"] else []
     return TakenOver(row["run_id"], row["ok"], status, row["epoch"] or 0, row["owner"], row["next_head"], events)
+
+
+def closing_events(row: asyncpg.Record) -> list[Event]:
+    """The events with which a log was closed, of the columns epoch, event_seq, event_kind and event_data."""
+    columns = zip(row["event_seq"] or (), row["event_kind"] or (), row["event_data"] or (), strict=True)
+    return [Event(seq, row["epoch"], Kind(kind), data.encode()) for seq, kind, data in columns]
 
 
 def _event_columns(

@@ -8,12 +8,14 @@ from typing import Any
 
 from agentrun import failpoints
 from agentrun.agents.base import RunInfo, Turn, Usage, UserInput
+from agentrun.agents.effects import Effect, EffectPolicy, Reconcile
 from agentrun.agents.failures import AgentFailure
 from agentrun.costs.pricing import UNKNOWN, Price, price
 from agentrun.domain.events import TERMINAL, Kind, encode_data
 from agentrun.domain.text import clean
 from agentrun.store.transitions import LedgerRow
 from agentrun.telemetry import MODEL_CALLS, UNKNOWN_PRICES
+from agentrun.worker.effects import Effects
 from agentrun.worker.lease import Lease
 from agentrun.worker.patience import log
 from agentrun.worker.run_log import RunLog
@@ -47,6 +49,7 @@ class AttemptContext:
         self._lease = lease
         self._asked = asked
         self._calls = 0
+        self._effects = Effects(run, run_log, self.ready)
 
     @property
     def deadline(self) -> float:
@@ -117,6 +120,18 @@ class AttemptContext:
             what = f"a checkpoint of {len(encoded)} bytes; one has at most {STATE_BYTES}: keep what is large elsewhere"
             raise AgentFailure(what, type=TOO_LARGE)
         await self._log.flush(encoded.decode())
+
+    def effect(
+        self,
+        name: str,
+        *,
+        key: str,
+        policy: EffectPolicy | str = EffectPolicy.FAIL,
+        request: Any = None,
+        reconcile: Reconcile | None = None,
+    ) -> Effect:
+        """A call that changes the world; see `agents.effects`. Raises ValueError for a name, key or policy that cannot be used."""
+        return self._effects.one(name, key, EffectPolicy(policy), request, reconcile)
 
     def _row(self, usage: Usage) -> LedgerRow:
         usage = usage.counted()

@@ -18,7 +18,8 @@ from agentrun.bus.events import EventStream
 from agentrun.bus.runs import Held, WorkStream
 from agentrun.costs.usage import NAME_CHARACTERS
 from agentrun.domain.events import Event
-from agentrun.store import transitions
+from agentrun.store import effects, transitions
+from agentrun.store.effects import Begin, Begun, Settle, Settled
 from agentrun.store.group import Group
 from agentrun.store.pool import Pool
 from agentrun.store.transitions import AttemptRef, Finish, Finished, Flush, LedgerRow, TakenOver, TakeOver
@@ -144,6 +145,8 @@ class Writer:
         self._flushes: Group[Flush, bool] = Group(self._flush_group, most=MOST, weigh=_weight, stage="flush")
         self._finishes: Group[Finish, Finished] = Group(self._finish_group, most=MOST, weigh=_weight, stage="finish")
         self._take_overs: Group[TakeOver, TakenOver] = Group(self._take_over_group, most=MOST, weigh=_weight, stage="give_back")
+        self._begun: Group[Begin, Begun] = Group(self._begin_group, most=MOST, weigh=_effect_weight, stage="begin_effect")
+        self._settled: Group[Settle, Settled] = Group(self._settle_group, most=MOST, weigh=_effect_weight, stage="settle_effect")
         self._aftermaths: Group[Aftermath, None] = Group(self._after_group, most=MOST, stage="after")
         self._tasks: set[asyncio.Task[None]] = set()
         self._store_complaint = Complaint("Postgres does not take what the runs write")
@@ -160,6 +163,14 @@ class Writer:
     async def give_back(self, item: TakeOver) -> TakenOver:
         """Gives a run back by its own attempt."""
         return await self._write(self._take_overs, item)
+
+    async def begin_effect(self, item: Begin) -> Begun:
+        """Puts a call on record that is about to go out."""
+        return await until_answered(lambda: self._begun.submit(item), complaint=self._store_complaint)
+
+    async def settle_effect(self, item: Settle) -> Settled:
+        """Puts on record what came of it."""
+        return await until_answered(lambda: self._settled.submit(item), complaint=self._store_complaint)
 
     def after(self, item: Aftermath) -> None:
         """Does what follows an ending, in the background."""
@@ -222,6 +233,12 @@ class Writer:
     async def _take_over_group(self, group: Sequence[TakeOver]) -> list[TakenOver]:
         return await transitions.take_over(self._pool, group)
 
+    async def _begin_group(self, group: Sequence[Begin]) -> list[Begun]:
+        return await effects.begin(self._pool, group)
+
+    async def _settle_group(self, group: Sequence[Settle]) -> list[Settled]:
+        return await effects.settle(self._pool, group)
+
     async def _after_group(self, group: Sequence[Aftermath]) -> list[None]:
         """After the commit: last events, next heads, entries. Redis may be away: sweep and reaper make up for it."""
         for item in group:
@@ -252,6 +269,10 @@ def _weight(item: Flush | Finish | TakeOver) -> int:
     if isinstance(item, Flush):
         return weight + (len(item.checkpoint.state) if item.checkpoint else 0)
     return weight + (len(item.result or "") if isinstance(item, Finish) else 0)
+
+
+def _effect_weight(item: Begin | Settle) -> int:
+    return len((item.request if isinstance(item, Begin) else item.response) or "")
 
 
 def _without_figures(row: LedgerRow) -> LedgerRow:

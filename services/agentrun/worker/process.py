@@ -15,8 +15,8 @@ from agentrun.agents.base import Executor, close
 from agentrun.agents.loading import load
 from agentrun.bus import connection
 from agentrun.bus.keys import Keys
-from agentrun.control.schema_gate import Verdict, decide
-from agentrun.domain.errors import BusUnavailable, ManifestError, SchemaMismatch, StoreUnavailable
+from agentrun.control.schema_gate import decide
+from agentrun.domain.errors import BusUnavailable, ManifestError, StoreUnavailable
 from agentrun.manifests import AgentRun
 from agentrun.settings import Settings
 from agentrun.store import migrations
@@ -49,7 +49,7 @@ class _Probes:
 
 
 async def run(settings: Settings, manifest: AgentRun) -> None:
-    """Works until SIGTERM or SIGINT. Raises ManifestError, BusMisconfigured, SchemaMismatch or ConfigurationError."""
+    """Works until SIGTERM or SIGINT. Raises ManifestError, BusMisconfigured or ConfigurationError."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -146,14 +146,12 @@ async def _until(stop: asyncio.Event, what: Callable[[], Awaitable[None]]) -> bo
 
 
 async def _usable(pool: Pool, redis: Redis, told: _Probes) -> None:
-    """Waits until both stores are there. Raises BusMisconfigured, or SchemaMismatch for a schema that is too new."""
+    """Waits until both stores are there and the schema is one to work on; else a pod would crash in a loop. Raises BusMisconfigured."""
     complaint = Complaint("waits for its stores")
     while True:
         try:
             state = await migrations.check(pool)
             decision = decide(required=state.required, present=state.present, oldest_accepted=state.oldest_accepted)
-            if decision.verdict is Verdict.REFUSE:
-                raise SchemaMismatch(decision.message)
             if not decision.serves:
                 raise StoreUnavailable(decision.message)
             await connection.check(redis)

@@ -14,6 +14,7 @@ from uuid import UUID
 from agentrun import failpoints
 from agentrun.domain.errors import Fenced
 from agentrun.domain.events import Event, Kind
+from agentrun.store.effects import Begin, Begun, Settle, Settled
 from agentrun.store.transitions import RESERVE, AttemptRef, Checkpoint, Flush, LedgerRow
 from agentrun.telemetry import FENCED_WRITES
 
@@ -45,6 +46,14 @@ class Out(Protocol):
 
     def late(self, item: Flush) -> None:
         """Stores ledger rows that came after their attempt's end."""
+        ...
+
+    async def begin_effect(self, item: Begin) -> Begun:
+        """Puts a call on record that is about to go out."""
+        ...
+
+    async def settle_effect(self, item: Settle) -> Settled:
+        """Puts on record what came of it."""
         ...
 
 
@@ -150,6 +159,24 @@ class RunLog:
             self._bytes -= sum(len(event.data) for event in events)
             self._reserved = max(self._reserved, reserve)
             await failpoints.hit("worker.checkpoint.committed" if point else "worker.flush.committed")
+
+    async def begin_effect(self, item: Begin) -> Begun:
+        """Puts a call on record, before it goes out. Raises Fenced."""
+        self.check()
+        begun = await self._out.begin_effect(item)
+        if not begun.held:
+            self.fence()
+        self.check()
+        return begun
+
+    async def settle_effect(self, item: Settle) -> Settled:
+        """Puts on record what came of a call. Raises Fenced."""
+        self.check()
+        settled = await self._out.settle_effect(item)
+        if not settled.held:
+            self.fence()
+        self.check()
+        return settled
 
     @property
     def fenced(self) -> bool:

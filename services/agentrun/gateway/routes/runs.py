@@ -1,7 +1,7 @@
 """GET /v1/runs, GET /v1/runs/{run_id}, POST /v1/runs/{run_id}/cancel."""
 
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
 import msgspec
@@ -14,8 +14,9 @@ from agentrun.gateway.answering import answering, read_back
 from agentrun.gateway.context import Gateway, events_url, page_position, session_name
 from agentrun.gateway.problems import ALREADY_FINISHED, Problem, not_found
 from agentrun.gateway.routes.parameters import After, Limit, User, Who
-from agentrun.store import attempts, ledger, runs, transitions
-from agentrun.store.runs import RunRow
+from agentrun.store import attempts, effects, ledger, runs, transitions
+from agentrun.store.effects import EffectState
+from agentrun.store.runs import HeldInput, RunRow
 from agentrun.store.transitions import Reason, TakenOver, TakeOver
 
 
@@ -47,6 +48,31 @@ class Usage(BaseModel):
     price_ids: list[str]
 
 
+class Input(BaseModel):
+    """A user message, and what became of it."""
+
+    input_id: UUID
+    content: Any
+    sent_with: UUID = Field(description="The run that the message was answered 202 with.")
+    held_by: UUID = Field(description="The run that answers it: another one once its own was superseded.")
+    fate: Literal["answered_in", "failed_in", "cancelled_in"] | None = Field(
+        description="Null until the run that holds it has ended."
+    )
+    created_at: datetime
+
+
+class Effect(BaseModel):
+    """A call that changes the world, which the run made or was about to make."""
+
+    name: str
+    key: str
+    state: EffectState = Field(description="initiated: it may have gone out, and nobody has said what came of it.")
+    attempt: int
+    tries: int
+    created_at: datetime
+    settled_at: datetime | None
+
+
 class RunSummary(BaseModel):
     """A run in a list."""
 
@@ -56,7 +82,7 @@ class RunSummary(BaseModel):
     user: str
     status: RunStatus
     waiting: Waiting | None
-    superseded_by: UUID | None
+    superseded_by: UUID | None = Field(description="The run that answers this one's messages: follow it instead.")
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
@@ -69,6 +95,8 @@ class RunDetail(RunSummary):
     input: Any = Field(description="The body of the submission.")
     output: Any = Field(description="What the agent answered; null unless the run succeeded.")
     error: Any = Field(description="Why it failed: {type, message}; the last error while it is retried.")
+    inputs: list[Input] = Field(description="Every message that the run holds or was made for, in order.")
+    effects: list[Effect]
     attempts: list[Attempt]
     usage: Usage
 
@@ -122,6 +150,17 @@ def summary(run: RunRow) -> RunSummary:
     )
 
 
+def _input(one: HeldInput) -> Input:
+    return Input(
+        input_id=one.id,
+        content=msgspec.json.decode(one.content),
+        sent_with=one.sent_with,
+        held_by=one.run_id,
+        fate=one.fate,  # type: ignore[arg-type]  # the table's constraint has the same values
+        created_at=one.created_at,
+    )
+
+
 def router(gateway: Gateway) -> APIRouter:
     """The addresses."""
     routes = APIRouter(prefix="/v1/runs", tags=["runs"])
@@ -154,12 +193,27 @@ def router(gateway: Gateway) -> APIRouter:
             run = await gateway.run_of(caller, run_id)
             tries = await attempts.of_run(gateway.pool, run.id)
             cost = await ledger.of_run(gateway.pool, run.id)
+            said = await runs.inputs_of(gateway.pool, run.id)
+            acts = await effects.of_run(gateway.pool, run.id)
         result = msgspec.json.decode(run.result) if run.result else None
         return RunDetail(
             **dict(summary(run)),
             input=msgspec.json.decode(run.input),
             output=result.get("output") if isinstance(result, dict) else result,
             error=msgspec.json.decode(run.error) if run.error else None,
+            inputs=[_input(one) for one in said],
+            effects=[
+                Effect(
+                    name=one.name,
+                    key=one.key,
+                    state=one.state,
+                    attempt=one.epoch,
+                    tries=one.tries,
+                    created_at=one.created_at,
+                    settled_at=one.settled_at,
+                )
+                for one in acts
+            ],
             attempts=[
                 Attempt(attempt=one.epoch, outcome=one.outcome, started_at=one.started_at, ended_at=one.ended_at) for one in tries
             ],

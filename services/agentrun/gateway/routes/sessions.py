@@ -36,7 +36,11 @@ class SessionPage(BaseModel):
 class Item(BaseModel):
     """One whole message."""
 
-    run_id: UUID
+    run_id: UUID = Field(description="The run that holds the message, or gave the answer.")
+    sent_with: UUID | None = Field(description="Of a user's message: the run that it was answered 202 with.")
+    fate: Literal["answered_in", "failed_in", "cancelled_in"] | None = Field(
+        description="Of a user's message: what became of it in that run; null until the run has ended."
+    )
     role: Literal["user", "agent"]
     content: Any
     status: RunStatus = Field(description="How the run stands that holds the message.")
@@ -55,10 +59,12 @@ def items_of(run: RunRow, held: list[HeldInput]) -> list[Item]:
     items = [
         Item(
             run_id=run.id,
+            sent_with=one.sent_with,
+            fate=one.fate,  # type: ignore[arg-type]  # the table's constraint has the same values
             role="user",
             content=msgspec.json.decode(one.content),
             status=run.status,
-            created_at=run.created_at,
+            created_at=one.created_at,
         )
         for one in held
     ]
@@ -67,6 +73,8 @@ def items_of(run: RunRow, held: list[HeldInput]) -> list[Item]:
         items.append(
             Item(
                 run_id=run.id,
+                sent_with=None,
+                fate=None,
                 role="agent",
                 content=result["output"],
                 status=run.status,

@@ -1,0 +1,57 @@
+"""Submissions to sessions that may be busy; the statements are in submissions.sql. Together with store/transitions.py the only code that
+moves a run. May be called again after StoreUnavailable: a row that the first call made is found by its id and answered as new.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+import asyncpg
+
+from agentrun.domain.follow_ups import Policy
+from agentrun.domain.states import RunStatus
+from agentrun.store.pool import Executor, unavailable
+from agentrun.store.transitions import Submission, Submitted, TakenOver, closing_events, submission_row
+
+_GROUP = "SELECT * FROM agentrun_1.submit_group($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
+_ONE = "SELECT * FROM agentrun_1.follow_up($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)"
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedUp:
+    """What became of one message. `rejected`: nothing was stored, `run` is the unfinished run in its way. `superseded`: the run whose
+    inputs the new run holds; its `events` are to be sent to its readers, and its `owner`, if any, is to be told.
+    """
+
+    run: Submitted
+    rejected: bool
+    superseded: TakenOver | None
+
+
+async def submit(conn: Executor, group: Sequence[Submission], policy: Policy) -> list[Submitted | None]:
+    """Stores new submissions and finds the runs of repeated ones, in the order asked. None: the row has left the group, since its session
+    is busy; `follow_up` decides it. Raises StoreUnavailable.
+    """
+    columns = [list(column) for column in zip(*(submission_row(item) for item in group), strict=True)]
+    with unavailable():
+        rows = await conn.fetch(_GROUP, *columns, policy.value)
+    return [
+        None
+        if r["run_id"] is None
+        else Submitted(r["run_id"], r["session_id"], RunStatus(r["status"]), not r["inserted"], r["reused"], r["is_head"])
+        for r in rows
+    ]
+
+
+async def follow_up(conn: Executor, item: Submission, policy: Policy, *, window_seconds: float) -> FollowedUp:
+    """Decides one message under its session's lock, in a transaction of its own. Raises StoreUnavailable."""
+    with unavailable():
+        row = await conn.fetchrow(_ONE, *submission_row(item), policy.value, float(window_seconds))
+    assert row is not None
+    replayed = not row["inserted"] and not row["rejected"]
+    run = Submitted(row["run_id"], row["session_id"], RunStatus(row["status"]), replayed, row["reused"], row["is_head"])
+    return FollowedUp(run, row["rejected"], _superseded(row["superseded"], row) if row["superseded"] else None)
+
+
+def _superseded(run_id: UUID, row: asyncpg.Record) -> TakenOver:
+    return TakenOver(run_id, True, RunStatus.SUPERSEDED, row["epoch"], row["owner"], None, closing_events(row))
