@@ -7,6 +7,7 @@ which functions are there.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ LOCK_KEY = 0x6167_656E_7472_756E  # "agentrun"
 WAIT_SECONDS = 120.0
 LOCK_TIMEOUT_MS = 5_000
 LOCK_RETRIES = 12
+DEATH_CHECK_MS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,19 @@ async def migrate(
     conn = await connect(dsn, name="agentrun-migrate", command_timeout=None)
     try:
         with connection_lost():
+            await _end_with_its_client(conn)
             await _lock(conn, wait_seconds)
             return await _apply(conn, owner, say)
     finally:
         await conn.close()
+
+
+async def _end_with_its_client(conn: Executor) -> None:
+    """Has Postgres end a statement whose migrator is gone (killed, machine lost), which frees the lock; else it would go on to its end
+    first. Where Postgres runs on a system that cannot tell, it does.
+    """
+    with contextlib.suppress(asyncpg.InvalidParameterValueError):
+        await conn.execute(f"SET client_connection_check_interval = {DEATH_CHECK_MS}")
 
 
 async def _lock(conn: Executor, wait_seconds: float) -> None:
