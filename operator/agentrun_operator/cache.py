@@ -45,6 +45,7 @@ class ObjectCache:
         self._changes = 0
         self._changed_at: dict[Ref, int] = {}
         self._lists = 0
+        self._complete: set[Resource] = set()
 
     def get(self, ref: Ref) -> Body | None:
         return self._objects.get(ref.resource, {}).get(ref)
@@ -151,6 +152,10 @@ class ObjectCache:
             if len(self._passed) > _MOST_PASSED:
                 self._passed.popitem(last=False)
 
+    def is_complete(self, resource: Resource) -> bool:
+        """Whether a complete list of this kind was ever taken: else, what is not known may be there all the same."""
+        return resource in self._complete
+
     def begin_list(self) -> int:
         """To be called before a list is asked for; its answer goes to `replace_all` as `since`, or to `end_list` if there is none."""
         self._lists += 1
@@ -184,6 +189,7 @@ class ObjectCache:
             if ref not in listed and within(ref) and not self._is_newer(ref, since):
                 touched.update(owners(resource, known))
                 self.remove(ref)
+        self._complete.add(resource)
         return touched
 
     def _is_newer(self, ref: Ref, since: int | None) -> bool:

@@ -43,6 +43,8 @@ REPEAT_SECONDS = 600.0
 STATUS_SECONDS = 15.0
 """What has come of the slots is read so often."""
 WAIT_SECONDS = 10.0
+UNKNOWN_SECONDS = 1.0
+"""Until the next look at a CronTask, where not all of them are known."""
 _DATABASE_SECONDS = 20.0
 _PLACE_SECONDS = 30.0
 
@@ -70,14 +72,17 @@ class CronTasks:
         *,
         target_of: Callable[[Key], Target | None],
         stored: Callable[[Target], int | None] = lambda _target: None,
+        known: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`stored` says how many schedules a database was seen to have, None if it was not looked at."""
+        """`stored` says how many schedules a database was seen to have, None if it was not looked at. Until `known` says that all
+        CronTasks were seen, no database is looked at: what is missing in the cache is not deleted then."""
         self._kube = kube
         self._cache = cache
         self._target_of = target_of
         self._stored = stored
+        self._known = known
         self._clock = clock
         self._now = now
         self._places = asyncio.Semaphore(CONNECTIONS)
@@ -99,6 +104,8 @@ class CronTasks:
 
         Raises StoreUnavailable, KubeError.
         """
+        if not self._known():
+            return UNKNOWN_SECONDS
         task = self._cache.get(Ref(CRONTASKS, key.namespace, key.name))
         before = self._agent_of.get(key)
         if task is None:
@@ -253,6 +260,8 @@ class CronTasks:
         """Notes new generations, writes where what is in a database is not known or was last compared long ago, and reads what has
         come of the slots.
         """
+        if not self._known():
+            return
         tasks_of: defaultdict[Key, list[Body]] = defaultdict(list)
         uids: set[str] = set()
         for task in self._cache.of(CRONTASKS).values():

@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 import kopf
@@ -19,7 +19,7 @@ from kopf._cogs.configs.configuration import WatchingSettings  # kopf has it as 
 from agentrun.domain.errors import AgentrunError, ConfigurationError
 from agentrun_operator.kube_config import Connection
 from agentrun_operator.pauses import Pauses
-from agentrun_operator.resources import CHILDREN, CHILDREN_SELECTOR, WATCHED, Resource
+from agentrun_operator.resources import CHILDREN, CHILDREN_SELECTOR, Resource
 from agentrun_operator.settings import OperatorSettings
 
 Body = dict[str, Any]
@@ -38,7 +38,7 @@ _TLS_SECONDS = 0.25
 
 
 class WatchEnded(AgentrunError):
-    """kopf gave up, for instance because a watched kind was removed. A new process has to begin from the start.
+    """kopf gave up, for instance because a watched kind was removed. Its watches have to begin from the start.
 
     The cause is one of several errors: when kopf stops, its other watches fail at the session that it has closed.
     """
@@ -66,17 +66,18 @@ class _NoEssence(kopf.DiffBaseStorage):
 
 
 class Watcher:
-    """Watches all kinds of `WATCHED` until it is cancelled."""
+    """Watches some kinds until it is cancelled. Each of them must be served when it begins: kopf would never notice it later."""
 
-    def __init__(self, settings: OperatorSettings, login: Login, sink: Sink) -> None:
+    def __init__(self, settings: OperatorSettings, resources: Sequence[Resource], login: Login, sink: Sink) -> None:
         self._settings = settings
+        self._resources = resources
         self._login = login
         self._sink = sink
         self._loop: asyncio.AbstractEventLoop | None = None
         self._operator: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Never returns. Raises WatchEnded if kopf does."""
+        """Never returns. Raises WatchEnded if kopf does; it may be run again then."""
         error = await self._in_thread()
         raise WatchEnded(f"the watches ended: {type(error).__name__}: {error}") from error
 
@@ -116,7 +117,9 @@ class Watcher:
     async def _watch(self, ours: asyncio.AbstractEventLoop) -> None:
         namespaces = self._settings.namespaces
         running = kopf.operator(
-            registry=_registry(self._login, lambda resource, kind, body: _call(ours, self._sink, resource, kind, body)),
+            registry=_registry(
+                self._resources, self._login, lambda resource, kind, body: _call(ours, self._sink, resource, kind, body)
+            ),
             settings=_kopf_settings(self._settings),
             identity=self._settings.pod_name,  # type: ignore[arg-type]  # else it asks for the user's name, which a container's user lacks
             standalone=True,
@@ -165,7 +168,7 @@ def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arg
         pass  # the loop is closed: the process is ending
 
 
-def _registry(login: Login, sink: Sink) -> kopf.OperatorRegistry:
+def _registry(resources: Sequence[Resource], login: Login, sink: Sink) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     async def log_in(**_: Any) -> kopf.ConnectionInfo:
@@ -184,7 +187,7 @@ def _registry(login: Login, sink: Sink) -> kopf.OperatorRegistry:
         )
 
     kopf.on.login(registry=registry)(log_in)
-    for resource in WATCHED:
+    for resource in resources:
         kopf.on.event(resource.group, resource.version, resource.plural, registry=registry)(_handler(resource, sink))
     return registry
 

@@ -6,12 +6,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from agentrun import failpoints
 from agentrun_operator import kube_config, kube_watch
 from agentrun_operator.kube_errors import Conflict, Expired, Forbidden, Invalid, KubeError, NotFound, Unavailable, error_of
 from agentrun_operator.kube_http import JSON, NETWORK_ERRORS, Body, Http, Request
 from agentrun_operator.kube_watch import Listing, MetadataEvent
 from agentrun_operator.metrics import API_REQUESTS
-from agentrun_operator.resources import Ref, Resource
+from agentrun_operator.resources import LEASES, Ref, Resource
 
 __all__ = [
     "Body",
@@ -170,7 +171,10 @@ class Kube:
         last: Unavailable | None = None
         for pause in (*_PAUSES, None):
             try:
-                return await self._try(request, deadline - time.monotonic())
+                answer = await self._try(request, deadline - time.monotonic())
+                if request.method != "GET" and f"/{LEASES.group}/" not in request.path:
+                    await failpoints.hit("operator.kube.written")
+                return answer
             except Unavailable as error:
                 last = error
                 wait = max(pause or 0.0, error.retry_after or 0.0) * random.uniform(1.0, 1.2)

@@ -20,7 +20,7 @@ from agentrun_operator.probes import StoreProbes
 from agentrun_operator.reasons import EventReason
 from agentrun_operator.reconcile import ReconcileAgentRun
 from agentrun_operator.reconciler import Reconcile
-from agentrun_operator.resources import AGENTRUNS, Key, Ref
+from agentrun_operator.resources import AGENTRUNS, CRONTASKS, Key, Ref
 from agentrun_operator.scaling import Scaling
 from agentrun_operator.settings import OperatorSettings
 from agentrun_operator.targets import Target
@@ -80,7 +80,13 @@ class _Leadership:
             namespaces=settings.namespaces,
             tick_seconds=settings.tick_seconds,
         )
-        self._cron_tasks = CronTasks(self._kube, self._cache, target_of=self._scaling.target, stored=self._schedules_stored)
+        self._cron_tasks = CronTasks(
+            self._kube,
+            self._cache,
+            target_of=self._scaling.target,
+            stored=self._schedules_stored,
+            known=lambda: self._cache.is_complete(CRONTASKS),
+        )
         observer = Observer(self._kube, self._cache, _Facts(self._probes), defaults=defaults, scaling=self._scaling.fact)
         self._reconcile = ReconcileAgentRun(
             self._kube, self._cache, observer, defaults=defaults, on_planned=self._follow, on_gone=self._forget

@@ -16,13 +16,14 @@ from agentrun.domain.errors import AgentrunError
 from agentrun.maintenance.supervise import Stamp, Supervisor
 from agentrun_operator import kube_config, leading
 from agentrun_operator.cache import Body, ObjectCache, owners, ref_of, uid_of
+from agentrun_operator.cron_task_kind import CronTaskKind
 from agentrun_operator.elector import Elector, Terms, WorkDidNotEnd
 from agentrun_operator.handlers import Watcher, set_up_watch_logs
 from agentrun_operator.kube import Kube
 from agentrun_operator.leading import Build, Shared
 from agentrun_operator.metrics import QUEUE_LENGTH, WATCH_EVENTS
 from agentrun_operator.reconciler import Reconciler
-from agentrun_operator.resources import AGENTRUNS, CRONTASKS, LEASES, OURS, Key, Ref, Resource
+from agentrun_operator.resources import AGENTRUNS, CRONTASKS, LEASES, OPTIONAL, OURS, WATCHED, Key, Ref, Resource
 from agentrun_operator.resync import STALE_SECONDS, Resync
 from agentrun_operator.schedules import agent_of
 from agentrun_operator.secret_watch import SecretWatch
@@ -42,7 +43,7 @@ async def run(settings: OperatorSettings, *, stop: asyncio.Event | None = None, 
     """Runs until SIGTERM or SIGINT, or until `stop` is set by whoever runs it as a part of a larger process.
 
     Waits for an API server that is away and for CRDs that are not installed. Raises ConfigurationError if there are no credentials or
-    the health port is taken, WatchEnded if a watched kind was removed: a new process then waits for it.
+    the health port is taken, WatchEnded if a watched kind was removed (but for CronTasks): a new process then waits for it.
     """
     stop = _stopped_by_signals() if stop is None else stop
     set_up_watch_logs()
@@ -82,12 +83,18 @@ class _Operator:
             settings.pod_name,
             terms=Terms(settings.lease_seconds, settings.renew_seconds, settings.retry_seconds),
         )
-        self._watcher = Watcher(settings, lambda: kube_config.connection(settings.kubeconfig_paths), self._see)
+        self._watcher = self._watcher_of(*(resource for resource in WATCHED if resource not in OPTIONAL))
+        self._cron_watcher = self._watcher_of(CRONTASKS)
+        self._cron_kind = CronTaskKind(api, self._cron_watcher, take_all=self._resync.take_cron_tasks, hurry=self._resync.hurry)
         self._supervisor = Supervisor()
         self._leading: Supervisor | None = None
         self._waits_for = "the API server was not asked yet"
         self._elects = False
         self._relist_after = float("inf")
+
+    def _watcher_of(self, *resources: Resource) -> Watcher:
+        paths = self._settings.kubeconfig_paths
+        return Watcher(self._settings, resources, lambda: kube_config.connection(paths), self._see)
 
     def ready(self) -> str | None:
         """What is missing until the first full list is done."""
@@ -129,15 +136,15 @@ class _Operator:
                 election.result()
 
     async def _kinds_are_served(self) -> None:
-        """Waits for both CRDs. A watch that begins before them would never notice them."""
+        """Waits for the AgentRun CRD. A watch that begins before it would never notice it. CronTasks come when theirs is there."""
         said = None
         while True:
             try:
                 served = await self._shared.kube.served(OURS[0].group, OURS[0].version)
-                missing = [str(resource) for resource in OURS if resource.plural not in served]
-                if not missing:
+                if AGENTRUNS.plural in served:
                     self._waits_for = ""
                     return
+                missing = [str(resource) for resource in OURS if resource.plural not in served]
                 self._waits_for = (
                     f"the custom resource definitions {', '.join(missing)} are not installed; apply them and the operator starts"
                 )
@@ -155,11 +162,17 @@ class _Operator:
             await self._resync.watch(stamp, seconds=settings.resync_seconds)
 
         self._supervisor.run("resync", resync, stale_after=STALE_SECONDS)
-        self._supervisor.every("watches", PING_SECONDS, self._watcher.answers)
+        # It ends with its kind, and begins again when that is there. It has no news for hours, but a loop that answers.
+        self._supervisor.run("watch of crontasks", self._cron_kind.follow, stale_after=float("inf"))
+        self._supervisor.every("watches", PING_SECONDS, self._watches_answer)
         for namespace in settings.namespaces or (None,):
             secrets = SecretWatch(shared.kube, shared.cache, shared.runs, namespace=namespace, silence=settings.silence_seconds)
             # Silence is normal here, and its requests have limits of their own.
             self._supervisor.run(f"secrets-{namespace or 'all'}", secrets.watch, stale_after=float("inf"))
+
+    async def _watches_answer(self) -> None:
+        await self._watcher.answers()
+        await self._cron_watcher.answers()
 
     def _see(self, resource: Resource, kind: str | None, body: Body) -> None:
         """Takes a watch event. An object that changed hands concerns its former AgentRun, too.

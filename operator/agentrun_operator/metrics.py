@@ -6,6 +6,12 @@ from agentrun.telemetry import REGISTRY
 
 LEADER = Gauge("agentrun_operator_leader", "1 while this replica holds the Lease.", registry=REGISTRY)
 SYNCED = Gauge("agentrun_operator_synced", "1 after the first full list.", registry=REGISTRY)
+KIND_MISSING = Gauge(
+    "agentrun_operator_kind_missing",
+    "1 while the API server does not serve this kind, and the operator goes on without it.",
+    ["resource"],
+    registry=REGISTRY,
+)
 API_REQUESTS = Counter(
     "agentrun_operator_api_requests_total",
     "Requests to the API server outside of watches, by verb and status; timeout, connection: no answer.",

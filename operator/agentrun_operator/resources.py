@@ -85,3 +85,5 @@ OURS = (AGENTRUNS, CRONTASKS)
 CHILDREN = (DEPLOYMENTS, JOBS, SERVICES, CONFIGMAPS, PDBS, NETWORKPOLICIES)
 """Kinds that the operator makes: watched and listed by CHILDREN_SELECTOR."""
 WATCHED = OURS + CHILDREN
+OPTIONAL = (CRONTASKS,)
+"""Kinds without which the rest goes on. They are watched apart from it, as soon as they are served."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -11,9 +12,9 @@ import structlog
 
 from agentrun.maintenance.supervise import Stamp
 from agentrun_operator.cache import Body, ObjectCache
-from agentrun_operator.kube import PAGE, Keep, Listing
+from agentrun_operator.kube import PAGE, Keep, Listing, NotFound
 from agentrun_operator.metrics import RESYNC_FOUND, RESYNC_SECONDS, SYNCED
-from agentrun_operator.resources import AGENTRUNS, CHILDREN, CHILDREN_SELECTOR, CRONTASKS, WATCHED, Key, Ref, Resource
+from agentrun_operator.resources import AGENTRUNS, CHILDREN, CHILDREN_SELECTOR, CRONTASKS, OPTIONAL, WATCHED, Key, Ref, Resource
 from agentrun_operator.work_queue import WorkQueue
 
 HURRY_SECONDS = 1.0
@@ -63,6 +64,8 @@ class Resync:
         self._namespaces = namespaces
         self._spread_seconds = spread_seconds
         self._jitter = jitter
+        self._locks: defaultdict[Resource, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Of two lists of a kind at the same time the older could be taken last."""
         self._hurried = asyncio.Event()
         self._hurried_at = float("-inf")
         self.done = asyncio.Event()
@@ -90,7 +93,12 @@ class Resync:
         found: dict[Resource, set[Key]] = {}
         try:
             for resource in WATCHED:
-                found[resource] = await self._take(resource, stamp)
+                try:
+                    found[resource] = await self._take(resource, stamp)
+                except NotFound:
+                    if resource not in OPTIONAL:
+                        raise
+                    found[resource] = set()  # what is known of it stays
         except Exception as error:
             self.wrong = f"listing failed: {error}"
             raise
@@ -104,6 +112,11 @@ class Resync:
         self.done.set()
         SYNCED.set(1)
         _log.debug("resync", seconds=round(time.monotonic() - begun, 2), changed=len(runs))
+
+    async def take_cron_tasks(self) -> None:
+        """Lists only these, now that they are served. Raises KubeError."""
+        for key in await self._take(CRONTASKS, lambda: None):
+            self._cron_tasks.add(key)
 
     async def _rest(self, seconds: float, stamp: Stamp) -> None:
         """Sleeps, and shows that it does."""
@@ -121,6 +134,10 @@ class Resync:
             self._hurried.clear()
 
     async def _take(self, resource: Resource, stamp: Stamp) -> set[Key]:
+        async with self._locks[resource]:
+            return await self._take_alone(resource, stamp)
+
+    async def _take_alone(self, resource: Resource, stamp: Stamp) -> set[Key]:
         labels = CHILDREN_SELECTOR if resource in CHILDREN else None
 
         def keep(page: list[Body]) -> list[Body]:

@@ -213,7 +213,7 @@ async def test_ko_06_edits_each_moment_then_silence_over_full_lists_then_ko_01_t
     assert await process.terminate() == 0
 
 
-async def test_hundreds_of_bad_objects_at_once_do_not_hold_up_a_good_one(
+async def test_ko_12_hundreds_of_bad_objects_at_once_do_not_hold_up_a_good_one(
     operator_process: Any, kube: Kube, namespace: str, database_url: str, redis_url: str
 ) -> None:
     await kube.secret(namespace, "nowhere", url="postgresql://u:p@10.255.255.1:5432/x")

@@ -132,7 +132,7 @@ async def test_a_kind_that_is_removed_ends_the_process(
     await process.ready()
     await eventually(lambda: said(process, "leading"), within=20, what="it leads")
 
-    await asyncio.to_thread(private_api_server.kubectl, "delete", "-f", str(CRDS / "crontasks.yaml"))
+    await asyncio.to_thread(private_api_server.kubectl, "delete", "-f", str(CRDS / "agentruns.yaml"))
 
     await ends_since_its_watches_ended(process)
 
