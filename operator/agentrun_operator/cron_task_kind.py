@@ -47,10 +47,10 @@ class CronTaskKind:
     async def follow(self, stamp: Stamp) -> None:
         """Never returns; raises WatchEnded or KubeError, also when the kind goes. It is to be called again then."""
         await self._is_served()
-        stamp()
         watching = asyncio.create_task(self._watch.run(), name="watch of crontasks")
         try:
             await self._take_all()
+            stamp()  # no sooner, so that a list that is refused again and again is asked for at growing intervals
             if self._was_missing:
                 self._say(missing=False)
                 self._hurry()  # a deletion between this list and the watch's own would be missed

@@ -14,7 +14,7 @@ from agentrun_operator.facts import Object, Observed, QueueFact, ScalingFact, Sc
 from agentrun_operator.foreign_names import ForeignNames
 from agentrun_operator.jobs import is_complete
 from agentrun_operator.kube import Kube
-from agentrun_operator.kube_errors import Forbidden
+from agentrun_operator.kube_errors import Forbidden, KubeError
 from agentrun_operator.lenient import Known, known_agent_run
 from agentrun_operator.objects import names_wanted
 from agentrun_operator.pod_troubles import may_be_in_trouble, troubles
@@ -113,7 +113,7 @@ class Observer:
         """What is said of pods is worth no failed reconcile."""
         try:
             listed = await self._kube.list(PODS, namespace=key.namespace, labels=f"{AGENTRUN_LABEL}={instance_of(key.name)}")
-        except Forbidden:
+        except KubeError:
             return {}
         return troubles(listed.items)
 

@@ -12,7 +12,7 @@ import structlog
 
 from agentrun.maintenance.supervise import Stamp
 from agentrun_operator.cache import Body, ObjectCache
-from agentrun_operator.kube import PAGE, Keep, Listing, NotFound
+from agentrun_operator.kube import PAGE, Forbidden, Keep, Listing, NotFound
 from agentrun_operator.metrics import RESYNC_FOUND, RESYNC_SECONDS, SYNCED
 from agentrun_operator.resources import AGENTRUNS, CHILDREN, CHILDREN_SELECTOR, CRONTASKS, OPTIONAL, WATCHED, Key, Ref, Resource
 from agentrun_operator.work_queue import WorkQueue
@@ -95,7 +95,7 @@ class Resync:
             for resource in WATCHED:
                 try:
                     found[resource] = await self._take(resource, stamp)
-                except NotFound:
+                except (NotFound, Forbidden):
                     if resource not in OPTIONAL:
                         raise
                     found[resource] = set()  # what is known of it stays

@@ -11,18 +11,19 @@ from waiting import eventually
 from agentrun_operator import resync as module
 from agentrun_operator import secret_watch
 from agentrun_operator.cache import ObjectCache
-from agentrun_operator.kube import Forbidden, Keep, Listing, MetadataEvent, Unavailable
+from agentrun_operator.kube import Forbidden, Keep, Listing, MetadataEvent, NotFound, Unavailable
 from agentrun_operator.kube_errors import error_of
-from agentrun_operator.resources import AGENTRUNS, WATCHED, Key, Resource
+from agentrun_operator.resources import AGENTRUNS, CRONTASKS, WATCHED, Key, Resource
 from agentrun_operator.resync import Resync
 from agentrun_operator.work_queue import WorkQueue
 
 
 class Lister:
-    """Lists AgentRuns of these names, and nothing else."""
+    """Lists AgentRuns of these names, and nothing else. Raises `refuses` for its kind."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, refuses: tuple[Resource, Exception] | None = None) -> None:
         self.names = names
+        self.refuses = refuses
         self.begun: list[float] = []
 
     async def list(
@@ -34,6 +35,8 @@ class Lister:
         limit: int = 500,
         keep: Keep = lambda page: page,
     ) -> Listing:
+        if self.refuses is not None and resource == self.refuses[0]:
+            raise self.refuses[1]
         if resource == WATCHED[0]:
             self.begun.append(time.monotonic())
         items: list[dict[str, Any]] = [
@@ -70,6 +73,19 @@ async def test_each_page_is_progress() -> None:
     resync = Resync(Lister(), ObjectCache(), runs=WorkQueue(), cron_tasks=WorkQueue(), namespaces=("a", "b"))
     await resync.once(stamp)
     assert stamps == 2 * len(WATCHED)
+
+
+@pytest.mark.parametrize("refusal", [NotFound("gone"), Forbidden("no right")])
+async def test_cron_tasks_that_cannot_be_listed_keep_nothing_else_from_being_listed(refusal: Exception) -> None:
+    runs, cache = WorkQueue[Key](), ObjectCache()
+    resync = Resync(Lister("a", refuses=(CRONTASKS, refusal)), cache, runs=runs, cron_tasks=WorkQueue())
+    await resync.once()
+    assert resync.done.is_set()
+    assert runs.take() == Key("x", "a")
+    assert cache.is_complete(WATCHED[-1]) and not cache.is_complete(CRONTASKS)
+
+    with pytest.raises(Forbidden):
+        await Resync(Lister("a", refuses=(AGENTRUNS, Forbidden("no right"))), cache, runs=runs, cron_tasks=WorkQueue()).once()
 
 
 async def test_what_did_not_change_is_looked_at_over_a_long_time() -> None:
