@@ -263,7 +263,7 @@ async def test_sc_05_an_operator_that_dies_in_the_middle_of_a_scale_in_leaves_it
     busy = (await shop.pods())[1]["metadata"]["name"]
     held = await shop.take(f"{busy}-1a2b3c4d")
     await shop.finish(await shop.take("support-worker-gone-00000000", 2))
-    assert await dying.wait(within=60) == -9
+    assert await dying.wait(within=150) == -9
     await shop.operator()
 
     async def only_the_busy_is_left() -> bool:

@@ -106,8 +106,11 @@ async def test_rs_19_two_workers_of_one_name_are_two_consumers_and_neither_does_
     second = await product_processes.worker(product, environment=same)
 
     redis: Redis = stores.redis
-    names = [one["name"] for one in await redis.xinfo_consumers(KEYS.runs, GROUP)]
-    assert len(set(names)) == 2, names
+
+    async def two_consumers() -> bool:
+        return len({one["name"] for one in await redis.xinfo_consumers(KEYS.runs, GROUP)}) == 2
+
+    await eventually(two_consumers, within=20, what="each reads under a name of its own")
     quick = [run for number in range(40) for run in await stores.submit(f"quick {number}", session=f"s{number}")]
     assert set(await stores.ended(*quick, within=30)) == {RunStatus.SUCCEEDED}
     assert await stores.status(slow) is RunStatus.RUNNING
