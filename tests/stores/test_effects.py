@@ -54,6 +54,21 @@ async def test_a_lost_reply_is_found_by_its_token(pool: Pool) -> None:
     assert not done.mine and done.state is EffectState.DONE and done.response == '"ok"'
 
 
+async def test_an_ended_attempt_is_fenced_also_in_one_group_with_the_attempt_that_followed_it(pool: Pool) -> None:
+    run_id = await running(pool)
+    await begin(pool, run_id)
+    await next_attempt(pool, run_id, 1)
+
+    late = Begin(run_id, 1, new_id(), "refund", "o", '{"a": 1}', again=True)
+    begun = await effects.begin(pool, [late, Begin(run_id, 2, new_id(), "refund", "p", None, again=False)])
+    assert [(one.held, one.mine) for one in begun] == [(False, False), (True, True)]
+    states = [EffectState.DONE, EffectState.FAILED]
+    wishes = [Settle(run_id, epoch, "refund", key, state, None) for epoch, key, state in zip((1, 2), "op", states, strict=True)]
+    assert await effects.settle(pool, wishes) == [Settled(held=False, ok=False), Settled(held=True, ok=True)]
+    found = {one.key: (one.state, one.epoch, one.tries) for one in await effects.of_run(pool, run_id)}
+    assert found == {"o": (EffectState.INITIATED, 1, 1), "p": (EffectState.FAILED, 2, 1)}
+
+
 async def test_an_attempt_that_has_ended_puts_nothing_on_record(pool: Pool) -> None:
     run_id = await running(pool)
     await begin(pool, run_id)
