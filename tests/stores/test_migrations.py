@@ -158,3 +158,22 @@ def test_the_statements_of_all_migrations_are_told_apart() -> None:
         assert found
         for statement in found:
             assert statement.split()[0] in ("CREATE", "ALTER", "INSERT", "UPDATE", "DROP", "COMMENT", "DELETE"), statement
+
+
+async def test_a_step_whose_record_is_locked_out_is_tried_again(empty_database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migrations, "LOCK_TIMEOUT_MS", 200)
+    await migrate(empty_database_url, say=quiet)
+    holder = await asyncpg.connect(empty_database_url)
+    await holder.execute("DELETE FROM schema_versions WHERE version = 0")
+    await holder.execute("BEGIN; LOCK TABLE schema_versions IN SHARE MODE")
+    waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'schema_versions'::regclass"
+    migrating = asyncio.ensure_future(migrate(empty_database_url, say=quiet))
+    tried = asyncio.get_running_loop().time() + 0.5  # longer than a try
+    await eventually(lambda: holder.fetchval(waits), within=10, what="its record waits")
+    await eventually(
+        lambda: asyncio.get_running_loop().time() > tried and holder.fetchval(waits), within=10, what="and is tried again"
+    )
+    await holder.execute("COMMIT")
+    assert await migrating == 0
+    assert await holder.fetchval("SELECT count(*) FROM schema_versions WHERE version = 0") == 1
+    await holder.close()

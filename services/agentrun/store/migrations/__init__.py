@@ -166,12 +166,13 @@ async def _step(conn: Executor, sql: str, version: int, name: str, checksum: str
     for attempt in range(1, LOCK_RETRIES + 1):
         try:
             await conn.execute(f"BEGIN; SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
-            for statement in statements(sql):
-                await _statement(conn, name, statement)
-            await conn.execute(
+            record = (
                 f"INSERT INTO schema_versions (version, name, checksum) VALUES ({version}, '{name}', '{checksum}') "
-                "ON CONFLICT (version) DO UPDATE SET checksum = excluded.checksum, applied_at = now(); COMMIT"
+                "ON CONFLICT (version) DO UPDATE SET checksum = excluded.checksum, applied_at = now()"
             )
+            for statement in (*statements(sql), record):
+                await _statement(conn, name, statement)
+            await conn.execute("COMMIT")
         except MigrationRefused as error:
             await conn.execute("ROLLBACK")
             if attempt == LOCK_RETRIES or not isinstance(error.__cause__, asyncpg.LockNotAvailableError):
