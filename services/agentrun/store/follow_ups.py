@@ -11,7 +11,15 @@ import asyncpg
 from agentrun.domain.follow_ups import Policy
 from agentrun.domain.states import RunStatus
 from agentrun.store.pool import Executor, unavailable
-from agentrun.store.transitions import Submission, Submitted, TakenOver, closing_events, submission_row
+from agentrun.store.transitions import (
+    Submission,
+    Submitted,
+    TakenOver,
+    closing_events,
+    submission_columns,
+    submission_row,
+    submitted,
+)
 
 _GROUP = "SELECT * FROM agentrun_1.submit_group($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
 _ONE = "SELECT * FROM agentrun_1.follow_up($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)"
@@ -32,15 +40,9 @@ async def submit(conn: Executor, group: Sequence[Submission], policy: Policy) ->
     """Stores new submissions and finds the runs of repeated ones, in the order asked. None: the row has left the group, since its session
     is busy; `follow_up` decides it. Raises StoreUnavailable.
     """
-    columns = [list(column) for column in zip(*(submission_row(item) for item in group), strict=True)]
     with unavailable():
-        rows = await conn.fetch(_GROUP, *columns, policy.value)
-    return [
-        None
-        if r["run_id"] is None
-        else Submitted(r["run_id"], r["session_id"], RunStatus(r["status"]), not r["inserted"], r["reused"], r["is_head"])
-        for r in rows
-    ]
+        rows = await conn.fetch(_GROUP, *submission_columns(group), policy.value)
+    return [None if row["run_id"] is None else submitted(row) for row in rows]
 
 
 async def follow_up(conn: Executor, item: Submission, policy: Policy, *, window_seconds: float) -> FollowedUp:
@@ -48,9 +50,7 @@ async def follow_up(conn: Executor, item: Submission, policy: Policy, *, window_
     with unavailable():
         row = await conn.fetchrow(_ONE, *submission_row(item), policy.value, float(window_seconds))
     assert row is not None
-    replayed = not row["inserted"] and not row["rejected"]
-    run = Submitted(row["run_id"], row["session_id"], RunStatus(row["status"]), replayed, row["reused"], row["is_head"])
-    return FollowedUp(run, row["rejected"], _superseded(row["superseded"], row) if row["superseded"] else None)
+    return FollowedUp(submitted(row), row["rejected"], _superseded(row["superseded"], row) if row["superseded"] else None)
 
 
 def _superseded(run_id: UUID, row: asyncpg.Record) -> TakenOver:

@@ -199,17 +199,27 @@ async def submit(conn: Executor, group: Sequence[Submission]) -> list[Submitted]
     """Stores new submissions and finds the runs of repeated ones, in the order asked: each the next run of its session, as with the
     policy Enqueue. Others are in store/follow_ups.py. Raises StoreUnavailable.
     """
-    columns = [list(column) for column in zip(*(submission_row(item) for item in group), strict=True)]
     with unavailable():
-        rows = await conn.fetch("SELECT * FROM agentrun_1.submit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)", *columns)
-    return [
-        Submitted(r["run_id"], r["session_id"], RunStatus(r["status"]), not r["inserted"], r["reused"], r["is_head"])
-        for r in rows
-    ]
+        rows = await conn.fetch(
+            "SELECT * FROM agentrun_1.submit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)", *submission_columns(group)
+        )
+    return [submitted(row) for row in rows]
+
+
+def submission_columns(group: Sequence[Submission]) -> list[list[object]]:
+    """The arguments of the functions that submit a group, in their order."""
+    return [list(column) for column in zip(*(submission_row(item) for item in group), strict=True)]
+
+
+def submitted(row: asyncpg.Record) -> Submitted:
+    """What one of these functions answers for a submission."""
+    return Submitted(
+        row["run_id"], row["session_id"], RunStatus(row["status"]), not row["inserted"], row["reused"], row["is_head"]
+    )
 
 
 def submission_row(item: Submission) -> tuple[object, ...]:
-    """The arguments of the functions that submit, in their order."""
+    """The same for one."""
     return (
         item.run_id,
         item.session_id,
