@@ -8,13 +8,14 @@ from uuid import UUID
 
 import asyncpg
 import pytest
+from follow_up_rules import Decision, LastRun, decide
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from run_factory import AGENT, claimed, event, submission
 from waiting import eventually
 
 from agentrun.domain.events import Kind
-from agentrun.domain.follow_ups import Decision, LastRun, Policy, decide
+from agentrun.domain.follow_ups import Policy
 from agentrun.domain.states import RunStatus
 from agentrun.store import effects, follow_ups, messages, runs, transitions
 from agentrun.store.effects import Begin
