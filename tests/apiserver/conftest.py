@@ -5,6 +5,7 @@ crds_applied        the same server with both CRDs, and with the controllers tha
 namespace           a fresh namespace of this test alone (applies the CRDs)
 kube                a Kube client of the session's server: get find list create apply patch replace delete secret condition
 kubectl             api_server.kubectl
+collected           collects, when the test is over, what an operator inside this process has left
 cluster             reconciles AgentRuns of this test's namespace step by step, against the session's server
 workload_controllers  the deployment and replica set controllers run during this test, so Deployments get pods
 private_api_server  an API server of this test alone: await .stop() .start() .kill() .pause() .resume() .compact(), .apply_crds()
@@ -21,6 +22,7 @@ import pytest
 from kube_client import Kube
 from kube_servers import ADMIN, WORKLOADS, KubeServer, why_not
 from operator_cluster import Cluster
+from operator_running import collect_what_kopf_left
 from processes import ProductProcess, ProductProcesses, clean_environment, free_port
 from product_launch import FORKS
 from store_servers import short_folder
@@ -83,6 +85,12 @@ async def cluster(kube: Kube, namespace: str, crds_applied: KubeServer) -> Async
     await found.secrets()
     yield found
     await api.aclose()
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    yield
+    collect_what_kopf_left()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import os
 from typing import Any
 
-from kube_client import Kube, agent_run, play_kubelet
+from kube_client import Kube, agent_run, comes_up, play_kubelet
 from operator_cluster import Cluster
 from processes import ProductProcess
 from waiting import eventually, rests
@@ -146,19 +146,10 @@ async def shipped(operator_process: Any, kube: Kube, namespace: str, database_ur
     """The operator's process, with the AgentRun `a` Ready."""
     environment = {"AGENTRUN_OPERATOR_RESYNC_SECONDS": "1", "AGENTRUN_OPERATOR_LEASE": f"lease-{namespace}"}
     process: ProductProcess = await operator_process(namespace, environment=environment, pod_namespace="default")
-    await kube.secret(namespace, "database", url=database_url)
-    await kube.secret(namespace, "redis", url=redis_url)
-    await kube.secret(namespace, "api-keys", **{"api-keys": "{}"})
+    await kube.store_secrets(namespace, database_url=database_url, redis_url=redis_url)
     await kube.create("agentruns", namespace, agent_run("a"))
-    await eventually(lambda: comes_up(kube, namespace), within=60, what="it is Ready")
+    await eventually(lambda: comes_up(kube, namespace, "a"), within=60, what="it is Ready")
     return process
-
-
-async def comes_up(kube: Kube, namespace: str) -> bool:
-    await play_kubelet(kube, namespace, migrates=True)
-    found = await kube.get("agentruns", namespace, "a")
-    ready = await kube.condition(namespace, "a", "Ready")
-    return ready is not None and (ready["status"], ready["observedGeneration"]) == ("True", found["metadata"]["generation"])
 
 
 async def versions(kube: Kube, namespace: str) -> dict[str, str]:
@@ -190,7 +181,7 @@ async def test_ko_06_edits_each_moment_then_silence_over_full_lists_then_ko_01_t
         await kube.patch("agentruns", namespace, "a", {"spec": {"workers": {"retries": number}}})
         # All edits are while it is at work on one before, none waits for it.
         await asyncio.sleep(0.2)
-    await eventually(lambda: comes_up(kube, namespace), within=60, what="the last edit is Ready")
+    await eventually(lambda: comes_up(kube, namespace, "a"), within=60, what="the last edit is Ready")
     assert "retries: 9" in json.dumps(await kube.list("configmaps", namespace))
     # Of an edit: a ConfigMap, two Deployments, the older ConfigMap, Events, and some states of the status.
     assert await writes() - before <= edits * 16
@@ -217,9 +208,7 @@ async def test_ko_12_hundreds_of_bad_objects_at_once_do_not_hold_up_a_good_one(
     operator_process: Any, kube: Kube, namespace: str, database_url: str, redis_url: str
 ) -> None:
     await kube.secret(namespace, "nowhere", url="postgresql://u:p@10.255.255.1:5432/x")
-    await kube.secret(namespace, "database", url=database_url)
-    await kube.secret(namespace, "redis", url=redis_url)
-    await kube.secret(namespace, "api-keys", **{"api-keys": "{}"})
+    await kube.store_secrets(namespace, database_url=database_url, redis_url=redis_url)
     process = await operator_process(namespace)
     places = asyncio.Semaphore(20)
 
@@ -232,5 +221,5 @@ async def test_ko_12_hundreds_of_bad_objects_at_once_do_not_hold_up_a_good_one(
     await kube.create("agentruns", namespace, agent_run("a"))
     # Each has its first look before it; what fails is tried again later and later, and behind it.
     await eventually(lambda: kube.list("jobs", namespace), within=15 + BAD / 10, what="the migration of the good one is made")
-    await eventually(lambda: comes_up(kube, namespace), within=30, what="it is Ready")
+    await eventually(lambda: comes_up(kube, namespace, "a"), within=30, what="it is Ready")
     assert process.returncode is None

@@ -53,9 +53,7 @@ async def life(kube: Kube, databases: Databases, redis_url: str, start: Any) -> 
     namespace = f"t-{uuid.uuid4().hex[:10]}"
     await kube.create("namespaces", "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
     async with databases.migrated() as url:
-        await kube.secret(namespace, "database", url=url)
-        await kube.secret(namespace, "redis", url=redis_url)
-        await kube.secret(namespace, "api-keys", **{"api-keys": "{}"})
+        await kube.store_secrets(namespace, database_url=url, redis_url=redis_url)
         await kube.create("agentruns", namespace, agent_run("a", workers={"minReplicas": 2}))
         yield Life(kube, namespace, start)
         await kube.delete("namespaces", "", namespace)

@@ -6,7 +6,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from kube_client import Document, Kube, agent_run, play_kubelet, set_deployment_status
+from kube_client import Document, Kube, agent_run, comes_up, set_deployment_status
 from kube_servers import CRDS, KubeServer
 from processes import ProductProcess
 from waiting import eventually, holds
@@ -33,18 +33,9 @@ def nightly() -> Document:
 
 
 async def make(kube: Kube, database_url: str, redis_url: str) -> None:
-    await kube.secret(NAMESPACE, "database", url=database_url)
-    await kube.secret(NAMESPACE, "redis", url=redis_url)
-    await kube.secret(NAMESPACE, "api-keys", **{"api-keys": "{}"})
+    await kube.store_secrets(NAMESPACE, database_url=database_url, redis_url=redis_url)
     await kube.create("agentruns", NAMESPACE, agent_run(scaling={"targetPerWorker": 1}))
-    await eventually(lambda: comes_up(kube), within=60, what="the AgentRun is Ready")
-
-
-async def comes_up(kube: Kube) -> bool:
-    await play_kubelet(kube, NAMESPACE, migrates=True)
-    generation = (await kube.get("agentruns", NAMESPACE, "support"))["metadata"]["generation"]
-    ready = await kube.condition(NAMESPACE, "support", "Ready")
-    return ready is not None and (ready["status"], ready["observedGeneration"]) == ("True", generation)
+    await eventually(lambda: comes_up(kube, NAMESPACE, "support"), within=60, what="the AgentRun is Ready")
 
 
 async def is_stored(kube: Kube, pool: Any, made: Document) -> bool:
@@ -64,7 +55,7 @@ async def missing(process: ProductProcess) -> float:
 async def goes_on_with_agentruns(kube: Kube, process: ProductProcess, redis_url: str) -> None:
     """Reconciles, scales and reaps."""
     await kube.patch("agentruns", NAMESPACE, "support", {"spec": {"workers": {"retries": 7}}})
-    await eventually(lambda: comes_up(kube), within=60, what="an edit is rolled out")
+    await eventually(lambda: comes_up(kube, NAMESPACE, "support"), within=60, what="an edit is rolled out")
     redis = await connect(redis_url)
     await redis.xadd(Keys(NAMESPACE, "support").runs, {"run": str(uuid4())})
     await redis.aclose()

@@ -82,9 +82,7 @@ class Cluster:
 
 @pytest.fixture
 async def cluster(kube: Kube, namespace: str, crds_applied: KubeServer) -> AsyncIterator[Cluster]:
-    await kube.secret(namespace, "database", url="postgresql://u:p@db:5432/x")
-    await kube.secret(namespace, "redis", url="redis://redis:6379/0")
-    await kube.secret(namespace, "api-keys", **{"api-keys": "{}"})
+    await kube.store_secrets(namespace, database_url="postgresql://u:p@db:5432/x", redis_url="redis://redis:6379/0")
     api = await operator_kube.Kube.connect([crds_applied.kubeconfig])
     yield Cluster(kube, api, namespace)
     await api.aclose()

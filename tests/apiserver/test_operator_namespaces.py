@@ -3,7 +3,7 @@
 import uuid
 from typing import Any
 
-from kube_client import Document, Kube, agent_run, play_kubelet
+from kube_client import Document, Kube, agent_run, comes_up
 from waiting import eventually
 
 KINDS = ("deployments", "services", "configmaps", "jobs", "poddisruptionbudgets", "networkpolicies")
@@ -19,23 +19,15 @@ async def children(kube: Kube, namespace: str) -> dict[str, Document]:
     }
 
 
-async def is_ready(kube: Kube, namespace: str) -> bool:
-    await play_kubelet(kube, namespace, migrates=True)
-    found = await kube.condition(namespace, "a", "Ready")
-    return found is not None and found["status"] == "True"
-
-
 async def test_ko_11_with_the_operator_in_another_namespace_children_stay_in_that_of_their_agentrun_and_are_kept(
     operator_process: Any, kube: Kube, namespace: str, database_url: str, redis_url: str
 ) -> None:
     home = f"t-{uuid.uuid4().hex[:10]}"
     await kube.create("namespaces", "", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home}})
     process = await operator_process(f"{home},{namespace}", pod_namespace=home)
-    await kube.secret(namespace, "database", url=database_url)
-    await kube.secret(namespace, "redis", url=redis_url)
-    await kube.secret(namespace, "api-keys", **{"api-keys": "{}"})
+    await kube.store_secrets(namespace, database_url=database_url, redis_url=redis_url)
     owner = (await kube.create("agentruns", namespace, agent_run("a")))["metadata"]["uid"]
-    await eventually(lambda: is_ready(kube, namespace), within=60, what="it is Ready")
+    await eventually(lambda: comes_up(kube, namespace, "a"), within=60, what="it is Ready")
 
     made = await children(kube, namespace)
     assert {name.partition("/")[0] for name in made} == set(KINDS)

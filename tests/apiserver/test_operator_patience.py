@@ -14,7 +14,10 @@ from waiting import eventually
 
 from agentrun_operator import handlers, kube_watch
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of kopf: see running
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),  # of kopf: see collect_what_kopf_left
+    pytest.mark.usefixtures("collected"),
+]
 
 EXPIRED = {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}}
 

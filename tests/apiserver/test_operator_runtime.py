@@ -27,7 +27,10 @@ from agentrun_operator import settings as operator_settings
 from agentrun_operator.leading import Shared
 from agentrun_operator.resources import AGENTRUNS, Key, Ref
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of kopf: see running
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),  # of kopf: see collect_what_kopf_left
+    pytest.mark.usefixtures("collected"),
+]
 
 LEASE = "agentrun-operator"
 SHORT: dict[str, Any] = {"request_seconds": 2.0, "lease_seconds": 60, "renew_seconds": 2.0}
@@ -359,9 +362,7 @@ async def test_the_operator_as_shipped_makes_an_agentrun_ready_and_then_is_silen
     await make(kube, "a", namespace=namespace)
     await eventually(lambda: condition(kube, namespace, "Accepted", "False"), within=30, what="it misses the secrets")
 
-    await kube.secret(namespace, "database", url=database_url)
-    await kube.secret(namespace, "redis", url=redis_url)
-    await kube.secret(namespace, "api-keys", **{"api-keys": "{}"})
+    await kube.store_secrets(namespace, database_url=database_url, redis_url=redis_url)
     await eventually(lambda: kube.list("jobs", namespace), within=30, what="the migration is made")
 
     async def is_ready() -> bool:

@@ -62,9 +62,12 @@ class Shop:
         """An AgentRun whose worker Deployment is there and counted as up."""
         database = f"database-of-{name}"
         spec.setdefault("database", {"secretRef": {"name": database}})
-        await self.kube.secret(self.namespace, database, url=database_url or self.database_url)
-        await self.kube.secret(self.namespace, "redis", url=redis_url or self.redis_url)
-        await self.kube.secret(self.namespace, "api-keys", **{"api-keys": "{}"})
+        await self.kube.store_secrets(
+            self.namespace,
+            database_url=database_url or self.database_url,
+            redis_url=redis_url or self.redis_url,
+            database=database,
+        )
         await self.kube.create("agentruns", self.namespace, agent_run(name, **spec))
 
         async def is_there() -> bool:

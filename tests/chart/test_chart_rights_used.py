@@ -146,8 +146,7 @@ def start(server: KubeServer, processes: ProductProcesses, folder: Path, watched
 async def live(kube: Kube, server: KubeServer, redis_url: str, database_url: str) -> None:
     """An AgentRun comes up, is scaled up and in, has a CronTask, and goes. The migration Job's work is done before it is made."""
     await migrate(database_url, owner="team/support")
-    for name, values in (("database", {"url": database_url}), ("redis", {"url": redis_url}), ("api-keys", {"api-keys": "{}"})):
-        await kube.secret("team", name, **values)
+    await kube.store_secrets("team", database_url=database_url, redis_url=redis_url)
     quick = {"targetPerWorker": 1, "cooldownSeconds": 0, "scaleDownStabilizationSeconds": 0}
     await kube.create("agentruns", "team", agent_run(scaling=quick))
     task = {"agentRunRef": {"name": "support"}, "schedule": "0 3 * * *", "timeZone": "UTC", "input": "hello"}

@@ -132,6 +132,12 @@ class Kube:
         body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": values}
         return await self.apply("secrets", namespace, body)
 
+    async def store_secrets(self, namespace: str, *, database_url: str, redis_url: str, database: str = "database") -> None:
+        """The Secrets that `agent_run` names; `database` is the name of the first."""
+        await self.secret(namespace, database, url=database_url)
+        await self.secret(namespace, "redis", url=redis_url)
+        await self.secret(namespace, "api-keys", **{"api-keys": "{}"})
+
     async def condition(self, namespace: str, name: str, kind: str, *, plural: str = "agentruns") -> Document | None:
         """A condition of an object, None if it has none of that type."""
         found = await self.find(plural, namespace, name)
@@ -186,6 +192,14 @@ def agent_run(name: str = "support", **spec: Any) -> Document:
 
 def documents(text: str) -> list[Document]:
     return [document for document in yaml.safe_load_all(text) if document]
+
+
+async def comes_up(kube: Kube, namespace: str, name: str) -> bool:
+    """Plays the kubelet once; whether the AgentRun is Ready, as it is now."""
+    await play_kubelet(kube, namespace, migrates=True)
+    found = await kube.get("agentruns", namespace, name)
+    ready = await kube.condition(namespace, name, "Ready")
+    return ready is not None and (ready["status"], ready["observedGeneration"]) == ("True", found["metadata"]["generation"])
 
 
 async def play_kubelet(

@@ -60,9 +60,7 @@ class Cluster:
         self.run = ReconcileAgentRun(self.api, self.cache, observer, defaults=defaults)
 
     async def secrets(self) -> None:
-        await self.kube.secret(self.namespace, "database", url="postgresql://u:p@db:5432/x")
-        await self.kube.secret(self.namespace, "redis", url="redis://redis:6379/0")
-        await self.kube.secret(self.namespace, "api-keys", **{"api-keys": "{}"})
+        await self.kube.store_secrets(self.namespace, database_url="postgresql://u:p@db:5432/x", redis_url="redis://redis:6379/0")
 
     async def create(self, name: str = "support", **spec: Any) -> Document:
         return await self.kube.create("agentruns", self.namespace, agent_run(name, **spec))

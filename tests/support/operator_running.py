@@ -128,11 +128,17 @@ async def running(
 
 
 async def _watches_have_ended() -> None:
-    """kopf leaves connections of sessions that it replaced, or that ended by an error, to the collector. A process's end closes them."""
     for thread in threading.enumerate():
         if thread.name == "watches":
             await asyncio.to_thread(thread.join, 30)
             assert not thread.is_alive(), "the watches go on"
+
+
+def collect_what_kopf_left() -> None:
+    """kopf leaves connections of sessions that it replaced, or that ended by an error, to the collector. A process's end closes them.
+
+    To be called when the test is over: as long as it holds its operator's task, it holds the errors in it, and with them the sessions.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
