@@ -74,7 +74,7 @@ def operator(system: System) -> System:
 def shop(operator: System, request: pytest.FixtureRequest, say: Callable[[str], None]) -> Iterator[Shop]:
     made = Shop(operator, f"e2e-{uuid.uuid4().hex[:8]}")
     made.open()
-    before = operators(operator)
+    before = operator.chart.restarts()
     yield made
     report = getattr(request.node, "report_call", None)
     if report is None or report.failed:
@@ -89,17 +89,9 @@ def shop(operator: System, request: pytest.FixtureRequest, say: Callable[[str], 
         made.close()
 
 
-def operators(system: System) -> dict[str, int]:
-    """The operator's pods, and how often their containers have restarted."""
-    return {
-        pod["metadata"]["name"]: sum(one["restartCount"] for one in pod["status"].get("containerStatuses", []))
-        for pod in system.chart.operator_pods()
-    }
-
-
 def check_silence(system: System, shop: Shop, before: dict[str, int]) -> None:
     """The invariants of every scenario."""
-    after = operators(system)
+    after = system.chart.restarts()
     if not shop.operator_was_disturbed:
         assert after == before, "operator pods have restarted or been replaced"
     errors = [

@@ -1,9 +1,7 @@
 """The chart on an empty cluster: with the resource definitions applied before it, and without them."""
 
 from harness.commands import CommandError
-from harness.system import ROOT, System
-
-CRDS = ("agentruns.agentrun.dev", "crontasks.agentrun.dev")
+from harness.system import CRDS, ROOT, System
 
 
 def definitions(system: System) -> set[str]:
@@ -13,7 +11,7 @@ def definitions(system: System) -> set[str]:
 
 def test_the_chart_goes_on_top_of_definitions_that_are_there(system: System) -> None:
     system.chart.uninstall()
-    system.kubectl("delete", "crd", *CRDS, "--ignore-not-found", within=120)
+    system.delete_definitions()
     system.kubectl(
         "apply", "--server-side", "-f", str(ROOT / "crds" / "agentruns.yaml"), "-f", str(ROOT / "crds" / "crontasks.yaml")
     )
@@ -29,7 +27,7 @@ def test_the_chart_goes_on_top_of_definitions_that_are_there(system: System) -> 
 
 def test_the_chart_brings_the_definitions_where_there_are_none(system: System) -> None:
     system.chart.uninstall()
-    system.kubectl("delete", "crd", *CRDS, "--ignore-not-found", within=120)
+    system.delete_definitions()
 
     system.chart.install()
 

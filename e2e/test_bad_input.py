@@ -4,14 +4,13 @@ import pytest
 from waiting import eventually
 
 from harness import agents
-from harness.shop import WORK, Shop
+from harness.shop import MADE, WORK, Shop
 from harness.system import STORES_NAMESPACE
 
 pytestmark = pytest.mark.full
 
 WITHIN = 30.0
 """Seconds until it is said."""
-MADE = "deployments,replicasets,pods,jobs,services,configmaps,networkpolicies,poddisruptionbudgets"
 
 
 def made(shop: Shop, kinds: str = MADE) -> list[str]:

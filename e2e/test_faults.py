@@ -6,22 +6,10 @@ import pytest
 from waiting import eventually
 
 from harness.chart import NAMESPACE
-from harness.gateway import Gateway
 from harness.shop import WORK, Shop
 from harness.system import STORES_NAMESPACE
 
 pytestmark = pytest.mark.full
-
-
-async def all_done(shop: Shop, gateway: Gateway, runs: list[str], *, within: float) -> None:
-    """All runs succeed, each counted once by the provider."""
-    await eventually(
-        lambda: int(shop.psql("SELECT count(*) FROM runs WHERE status = 'succeeded'")) >= len(runs),
-        within=within,
-        what="all runs are done",
-    )
-    states = {run: gateway.run(run)["status"] for run in runs}
-    assert set(states.values()) == {"succeeded"}, states
 
 
 async def test_the_operator_is_killed_and_the_other_one_takes_over(shop: Shop) -> None:
@@ -37,7 +25,7 @@ async def test_the_operator_is_killed_and_the_other_one_takes_over(shop: Shop) -
 
     await eventually(lambda: len(shop.pods("jobs", "worker")) == 2, within=60, what="the change is carried out")
     run = gateway.submit("1")["run_id"]
-    await all_done(shop, gateway, [run], within=30)
+    await shop.done(gateway, [run], within=30)
 
 
 async def test_runs_go_on_while_both_operators_are_down(shop: Shop) -> None:
@@ -68,7 +56,7 @@ async def test_redis_is_lost_with_fifty_runs_queued(shop: Shop) -> None:
 
     shop.kubectl("delete", "pod", "-n", STORES_NAMESPACE, "-l", "app=valkey", "--grace-period=0", "--force")
 
-    await all_done(shop, gateway, runs, within=180)
+    await shop.done(gateway, runs, within=180)
 
 
 async def test_postgres_is_restarted_during_runs(shop: Shop) -> None:
@@ -79,7 +67,7 @@ async def test_postgres_is_restarted_during_runs(shop: Shop) -> None:
     shop.kubectl("delete", "pod", "-n", STORES_NAMESPACE, "-l", "app=postgres", within=120)
     shop.kubectl("rollout", "status", "-n", STORES_NAMESPACE, "deployment/postgres", "--timeout=90s", within=120)
 
-    await all_done(shop, gateway, runs, within=120)
+    await shop.done(gateway, runs, within=120)
 
 
 async def test_the_node_is_restarted(shop: Shop) -> None:
@@ -97,5 +85,5 @@ async def test_the_node_is_restarted(shop: Shop) -> None:
         within=180,
         what="Postgres is back",
     )
-    await all_done(shop, gateway, runs, within=240)
+    await shop.done(gateway, runs, within=240)
     shop.kubectl.wait("agentrun/jobs", "condition=Ready", shop.namespace, within=120)

@@ -15,12 +15,11 @@ from harness.chart import CHART, NAMESPACE, Chart
 from harness.commands import CommandError
 from harness.images import derive
 from harness.shop import WORK, Shop
-from harness.system import System
+from harness.system import CRDS
 from harness.watching import every_pod
 
 pytestmark = pytest.mark.full
 
-CRDS = ("agentruns.agentrun.dev", "crontasks.agentrun.dev")
 FORMER = """
 import yaml
 path = "crds/agentruns.yaml"
@@ -34,12 +33,6 @@ open(path, "w").write(yaml.safe_dump(crd))
 """Takes a field of the spec and one of the status out of the CRD: so it is before a version that adds them."""
 
 
-def crontask(name: str, agent_run: str) -> dict[str, Any]:
-    """A CronTask that fires each minute."""
-    spec = {"agentRunRef": {"name": agent_run}, "schedule": "* * * * *", "input": "0.1"}
-    return {"apiVersion": "agentrun.dev/v1alpha1", "kind": "CronTask", "metadata": {"name": name}, "spec": spec}
-
-
 @pytest.fixture
 def disturbed(shop: Shop) -> Iterator[Shop]:
     """A scenario that does things to the release. The one that the others use is there again afterwards."""
@@ -48,17 +41,12 @@ def disturbed(shop: Shop) -> Iterator[Shop]:
     shop.system.chart.install()
 
 
-def delete_definitions(system: System) -> None:
-    """Deletes both CRDs, and with them all objects."""
-    system.kubectl("delete", "crd", *CRDS, "--ignore-not-found", "--timeout=90s", within=100)
-
-
 async def test_he_03_into_an_empty_namespace_ready_in_one_go_with_one_migration(
     disturbed: Shop, say: Callable[[str], None]
 ) -> None:
     shop, chart, kubectl = disturbed, disturbed.system.chart, disturbed.kubectl
     chart.uninstall()
-    delete_definitions(shop.system)
+    shop.system.delete_definitions()
     kubectl.delete("namespace", NAMESPACE, within=90)
 
     started = time.monotonic()
@@ -78,13 +66,13 @@ async def test_he_07_he_08_upgrades_without_a_change_restart_nothing_and_a_hook_
     shop, chart, kubectl = disturbed, disturbed.system.chart, disturbed.kubectl
     chart.install()
     gateway = shop.agent("jobs", WORK, workers={"minReplicas": 1})
-    before = shop.uids("jobs"), operators(chart), secrets(shop)
+    before = shop.uids("jobs"), chart.restarts(), secrets(shop)
     jobs = [hook(shop)["metadata"]["uid"]]
     for _ in range(2):
         chart.install()
         jobs.append(hook(shop)["metadata"]["uid"])
         assert "agentruns.agentrun.dev" in kubectl("logs", "-n", NAMESPACE, f"job/{chart.release}-crds")
-    assert (shop.uids("jobs"), operators(chart), secrets(shop)) == before
+    assert (shop.uids("jobs"), chart.restarts(), secrets(shop)) == before
     assert len(set(jobs)) == 3, "each upgrade has a Job of its own"
 
     broken = tmp_path / "agentrun"
@@ -101,7 +89,7 @@ async def test_he_07_he_08_upgrades_without_a_change_restart_nothing_and_a_hook_
     assert "nonsense" in kubectl("logs", "-n", NAMESPACE, f"job/{chart.release}-crds")
     chart.install()
     assert any(one["type"] == "Complete" for one in hook(shop)["status"]["conditions"])
-    assert (shop.uids("jobs"), operators(chart)) == before[:2]
+    assert (shop.uids("jobs"), chart.restarts()) == before[:2]
     await shop.done(gateway, [gateway.submit("0.1")["run_id"]], within=60)
 
 
@@ -116,19 +104,11 @@ def secrets(shop: Shop) -> dict[str, str]:
     return {one["metadata"]["uid"]: one["metadata"]["resourceVersion"] for one in items if not one["type"].startswith("helm.sh")}
 
 
-def operators(chart: Chart) -> dict[str, int]:
-    """The operator's pods and how often they were restarted."""
-    return {
-        one["metadata"]["uid"]: sum(it["restartCount"] for it in one["status"]["containerStatuses"])
-        for one in chart.operator_pods()
-    }
-
-
 async def test_he_01_an_upgrade_brings_a_new_field_and_old_definitions_are_said(disturbed: Shop, tmp_path: Path) -> None:
     shop, chart, kubectl = disturbed, disturbed.system.chart, disturbed.kubectl
     former = derive(shop.system, "former", {}, script=FORMER)
     chart.uninstall()
-    delete_definitions(shop.system)
+    shop.system.delete_definitions()
     chart.install(chart=of_version(tmp_path, "0.0.9"), image=former)
     gateway = shop.agent("jobs", WORK, image=shop.system.image)
     with pytest.raises(CommandError, match="suspend"):
@@ -196,7 +176,7 @@ async def test_in_namespaced_mode_there_are_only_roles_and_other_namespaces_are_
         kubectl.apply([agents.agent_run("stranger", WORK)], other)
         gateway = shop.agent("jobs", WORK)
         await shop.done(gateway, [gateway.submit("0.1")["run_id"]], within=60)
-        shop.apply(crontask("each-minute", "jobs"))
+        shop.apply(agents.cron_task("each-minute", "jobs"))
         kubectl.wait("crontask/each-minute", "condition=Accepted", shop.namespace, within=30)
         assert "status" not in kubectl.get("agentrun", "stranger", other)
         assert kubectl("get", "deployments,jobs,pods", "-n", other, "-o", "name").split() == []
@@ -250,7 +230,7 @@ async def test_ko_01_a_namespace_goes_with_an_agentrun_and_a_crontask_in_it_also
     doomed = Shop(shop.system, f"{shop.namespace}-doomed")
     doomed.open()
     doomed.agent("jobs", WORK, workers={"minReplicas": 1})
-    doomed.apply(crontask("each-minute", "jobs"))
+    doomed.apply(agents.cron_task("each-minute", "jobs"))
     kubectl.wait("crontask/each-minute", "condition=Accepted", doomed.namespace, within=30)
     kubectl.delete("namespace", doomed.namespace, within=90)
     shop.agent("jobs", WORK)  # the operator works on
@@ -259,7 +239,7 @@ async def test_ko_01_a_namespace_goes_with_an_agentrun_and_a_crontask_in_it_also
     beside = Shop(shop.system, NAMESPACE)
     beside.open()
     beside.agent("beside", WORK, workers={"minReplicas": 1})
-    beside.apply(crontask("each-minute", "beside"))
+    beside.apply(agents.cron_task("each-minute", "beside"))
     kubectl.delete("namespace", NAMESPACE, within=90)
     assert not any(one["metadata"]["namespace"] == NAMESPACE for one in kubectl.items("agentruns"))
 
@@ -273,9 +253,9 @@ async def test_the_definitions_are_deleted_with_agentruns_in_use_and_an_installa
     shop, chart, kubectl = disturbed, disturbed.system.chart, disturbed.kubectl
     shop.expected_errors.append(r"storage is \(re\)initializing|the watches ended")
     shop.agent("jobs", WORK, workers={"minReplicas": 1})
-    shop.apply(crontask("each-minute", "jobs"))
+    shop.apply(agents.cron_task("each-minute", "jobs"))
 
-    delete_definitions(shop.system)
+    shop.system.delete_definitions()
 
     await eventually(
         lambda: not kubectl("get", "deployments,services,configmaps,jobs,pods", "-n", shop.namespace,

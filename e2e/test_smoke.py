@@ -68,14 +68,7 @@ async def test_workers_come_from_zero_and_go_to_zero_again(shop: Shop, say: Call
 
 async def test_a_crontask_fires_on_its_minute(shop: Shop) -> None:
     shop.agent("jobs", WORK)
-    shop.apply(
-        {
-            "apiVersion": "agentrun.dev/v1alpha1",
-            "kind": "CronTask",
-            "metadata": {"name": "each-minute"},
-            "spec": {"agentRunRef": {"name": "jobs"}, "schedule": "* * * * *", "input": "0.1"},
-        }
-    )
+    shop.apply(agents.cron_task("each-minute", "jobs"))
 
     await eventually(
         lambda: shop.psql("SELECT count(*) FROM slots WHERE outcome = 'ran'") == "1", within=90, what="its first slot"

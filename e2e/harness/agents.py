@@ -16,6 +16,17 @@ PROVIDER = Path(__file__).parents[2] / "tests" / "support" / "fake_provider.py"
 PROVIDER_PORT = 8080
 SMALL = {"requests": {"cpu": "20m", "memory": "64Mi"}}
 """Many pods have room on one small node."""
+CONTAINER: Document = {
+    "imagePullPolicy": "IfNotPresent",
+    "resources": SMALL,
+    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True},
+}
+POD: Document = {
+    "automountServiceAccountToken": False,
+    "securityContext": {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}},
+    "terminationGracePeriodSeconds": 1,
+}
+"""What the `restricted` standard asks of pods that are not the product's."""
 
 
 def namespace(name: str) -> Document:
@@ -79,28 +90,16 @@ def agent_run(name: str, agent: Mapping[str, Any], **spec: Any) -> Document:
     return {"apiVersion": "agentrun.dev/v1alpha1", "kind": "AgentRun", "metadata": {"name": name}, "spec": whole}
 
 
+def cron_task(name: str, agent_run: str) -> Document:
+    """A CronTask that fires each minute."""
+    spec = {"agentRunRef": {"name": agent_run}, "schedule": "* * * * *", "input": "0.1"}
+    return {"apiVersion": "agentrun.dev/v1alpha1", "kind": "CronTask", "metadata": {"name": name}, "spec": spec}
+
+
 def pod(name: str, image: str, command: Sequence[str], *, env: Sequence[Document] = ()) -> Document:
     """A pod of the `restricted` standard that is nobody's, and runs a command once."""
-    container = {
-        "name": "main",
-        "image": image,
-        "imagePullPolicy": "IfNotPresent",
-        "command": list(command),
-        "env": list(env),
-        "resources": SMALL,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
-    }
-    spec = {
-        "automountServiceAccountToken": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}},
-        "terminationGracePeriodSeconds": 1,
-        "restartPolicy": "Never",
-        "containers": [container],
-    }
+    container = {**CONTAINER, "name": "main", "image": image, "command": list(command), "env": list(env)}
+    spec = {**POD, "restartPolicy": "Never", "containers": [container]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": {"app": name}}, "spec": spec}
 
 
@@ -108,27 +107,15 @@ def provider(image: str) -> list[Document]:
     """An OpenAI-compatible server as a pod: it answers what the message tells it to, and counts."""
     labels = {"app": "provider"}
     container = {
+        **CONTAINER,
         "name": "provider",
         "image": image,
-        "imagePullPolicy": "IfNotPresent",
         "command": ["python", "/provider/fake_provider.py", "--host", "0.0.0.0", "--port", str(PROVIDER_PORT)],
         "ports": [{"containerPort": PROVIDER_PORT}],
         "readinessProbe": {"httpGet": {"path": "/counts", "port": PROVIDER_PORT}, "periodSeconds": 1},
-        "resources": SMALL,
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
         "volumeMounts": [{"name": "code", "mountPath": "/provider", "readOnly": True}],
     }
-    pod = {
-        "automountServiceAccountToken": False,
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}},
-        "terminationGracePeriodSeconds": 1,
-        "containers": [container],
-        "volumes": [{"name": "code", "configMap": {"name": "provider"}}],
-    }
+    pod = {**POD, "containers": [container], "volumes": [{"name": "code", "configMap": {"name": "provider"}}]}
     return [
         {
             "apiVersion": "v1",

@@ -72,6 +72,13 @@ class Chart:
             "pods", self.namespace, labels=f"app.kubernetes.io/instance={self.release},app.kubernetes.io/component=operator"
         )
 
+    def restarts(self) -> dict[str, int]:
+        """How often the containers of the operator's pods were restarted, by the names of the pods."""
+        return {
+            pod["metadata"]["name"]: sum(one["restartCount"] for one in pod["status"].get("containerStatuses", []))
+            for pod in self.operator_pods()
+        }
+
     def _helm(self, *arguments: str, stdin: str | None = None, within: float = 60.0) -> str:
         where = ["--kube-context", self._cluster.context, "--namespace", self.namespace]
         return run(["helm", *arguments, *where], stdin=stdin, within=within)

@@ -15,6 +15,8 @@ from harness.system import System
 
 TOOLS = {"model": "openai:gpt-4.1", "instructions": "You run a shop.", "tools": ["shop:charge"]}
 WORK = {"entrypoint": "shop:work"}
+MADE = "deployments,replicasets,pods,jobs,services,configmaps,networkpolicies,poddisruptionbudgets"
+"""The kinds of what follows from an AgentRun."""
 
 
 class Shop:
@@ -82,18 +84,19 @@ class Shop:
     def uids(self, name: str) -> dict[str, str]:
         """The uids of all pods of an AgentRun by their names, and how often their containers were restarted."""
         pods = self.kubectl.items("pods", self.namespace, labels=f"agentrun.dev/agentrun={name}")
-        return {
-            one["metadata"][
-                "name"
-            ]: f"{one['metadata']['uid']} {sum(it['restartCount'] for it in one['status']['containerStatuses'])}"
-            for one in pods
-            if one["metadata"]["labels"]["app.kubernetes.io/component"] != "migrate"
-        }
+        found = {}
+        for one in pods:
+            if one["metadata"]["labels"]["app.kubernetes.io/component"] != "migrate":
+                restarts = sum(container["restartCount"] for container in one["status"]["containerStatuses"])
+                found[one["metadata"]["name"]] = f"{one['metadata']['uid']} {restarts}"
+        return found
 
     async def done(self, gateway: Gateway, runs: list[str], *, within: float) -> None:
-        """All runs succeed, and the provider has counted each of them once."""
+        """All runs succeed, the gateway says so too, and the provider has counted each of them once."""
         statement = f"SELECT count(*) FROM runs WHERE status = 'succeeded' AND id IN ({', '.join(repr(run) for run in runs)})"
         await eventually(lambda: int(self.psql(statement)) == len(runs), within=within, what="all runs succeed")
+        states = {run: gateway.run(run)["status"] for run in runs}
+        assert set(states.values()) == {"succeeded"}, states
         counts = self.counts()
         wrong = {run: counts.get(f"done-{run}", 0) for run in runs if counts.get(f"done-{run}", 0) != 1}
         assert not wrong, f"not done once: {wrong}"
@@ -122,8 +125,7 @@ class Shop:
         """Deletes AgentRuns and CronTasks; fails unless everything that followed from them goes too, within a minute."""
         self.kubectl("delete", "crontasks,agentruns", "--all", "-n", self.namespace, "--wait", "--timeout=60s", within=90)
         self.kubectl(
-            "wait", "--for=delete", "-n", self.namespace, "-l", "agentrun.dev/agentrun", "--timeout=60s",
-            "deployments,replicasets,pods,jobs,services,configmaps,networkpolicies,poddisruptionbudgets", within=90,
+            "wait", "--for=delete", "-n", self.namespace, "-l", "agentrun.dev/agentrun", "--timeout=60s", MADE, within=90,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ STORES = Path(__file__).parents[1] / "stores"
 STORES_NAMESPACE = "stores"
 STORE_IMAGES = ("postgres:17", "valkey/valkey:8")
 PASSWORD = "try-me"
+CRDS = ("agentruns.agentrun.dev", "crontasks.agentrun.dev")
 CLUSTER = os.environ.get("CLUSTER", "agentrun")
 IMAGE = os.environ.get("IMAGE", "agentrun:dev")
 
@@ -47,6 +48,10 @@ class System:
     def database_url(name: str, role: str = "postgres", password: str = PASSWORD) -> str:
         """As pods of the cluster reach a database."""
         return f"postgresql://{role}:{password}@postgres.{STORES_NAMESPACE}:5432/{name}"
+
+    def delete_definitions(self) -> None:
+        """Deletes the CRDs, and with them all AgentRuns and CronTasks."""
+        self.kubectl("delete", "crd", *CRDS, "--ignore-not-found", "--timeout=90s", within=100)
 
     @property
     def redis_url(self) -> str:
