@@ -65,13 +65,14 @@ async def test_postgres_is_restarted_during_runs(shop: Shop) -> None:
     await eventually(lambda: gateway.run(runs[0])["status"] == "running", within=30, what="they have begun")
 
     shop.kubectl("delete", "pod", "-n", STORES_NAMESPACE, "-l", "app=postgres", within=120)
-    shop.kubectl("rollout", "status", "-n", STORES_NAMESPACE, "deployment/postgres", "--timeout=90s", within=120)
+    shop.kubectl("rollout", "status", "-n", STORES_NAMESPACE, "statefulset/postgres", "--timeout=90s", within=120)
 
     await shop.done(gateway, runs, within=120)
 
 
 async def test_the_node_is_restarted(shop: Shop) -> None:
     shop.operator_was_disturbed = True
+    shop.expected_errors.append(r"storage is \(re\)initializing")  # what a starting API server answers; kopf asks again
     gateway = shop.agent("jobs", WORK, workers={"minReplicas": 1, "leaseSeconds": 5}, reaper={"idleSeconds": 5})
     runs = [gateway.submit("20")["run_id"] for _ in range(3)]
     await eventually(lambda: gateway.run(runs[0])["status"] == "running", within=30, what="they have begun")
@@ -81,7 +82,7 @@ async def test_the_node_is_restarted(shop: Shop) -> None:
 
     await eventually(lambda: shop.kubectl("get", "nodes"), within=120, what="the API server answers")
     await eventually(
-        lambda: shop.kubectl("rollout", "status", "-n", STORES_NAMESPACE, "deployment/postgres", "--timeout=5s"),
+        lambda: shop.kubectl("rollout", "status", "-n", STORES_NAMESPACE, "statefulset/postgres", "--timeout=5s"),
         within=180,
         what="Postgres is back",
     )

@@ -61,7 +61,7 @@ class System:
     def psql(self, database: str, statement: str) -> str:
         """What a statement says, without decoration: rows by lines, columns by |."""
         command = ["psql", f"postgresql://postgres:{PASSWORD}@127.0.0.1/{database}", "-v", "ON_ERROR_STOP=1", "-qAtc", statement]
-        return self.kubectl("exec", "-n", STORES_NAMESPACE, "deploy/postgres", "--", *command).strip()
+        return self.kubectl("exec", "-n", STORES_NAMESPACE, "statefulset/postgres", "--", *command).strip()
 
     def valkey(self, *command: str) -> str:
         """What valkey-cli says."""
@@ -76,8 +76,8 @@ class System:
             self.cluster.load(image)
         self.kubectl.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": STORES_NAMESPACE}}])
         self.kubectl("apply", "-n", STORES_NAMESPACE, "-f", str(STORES))
-        for name in ("postgres", "valkey"):
-            self.kubectl("rollout", "status", "-n", STORES_NAMESPACE, f"deployment/{name}", "--timeout=120s", within=150)
+        for name in ("statefulset/postgres", "deployment/valkey"):
+            self.kubectl("rollout", "status", "-n", STORES_NAMESPACE, name, "--timeout=120s", within=150)
 
     @staticmethod
     def step(say: Callable[[str], None], what: str, work: Callable[[], None]) -> None:
