@@ -6,6 +6,7 @@ import os
 import socket
 from typing import Any
 
+import pytest
 from kube_client import Kube, agent_run, play_kubelet
 from operator_cluster import Cluster
 from processes import ProductProcess
@@ -141,6 +142,23 @@ async def test_a_refused_worker_leaves_no_gateway_that_takes_messages(cluster: C
         await play_kubelet(cluster.kube, cluster.namespace)
     assert await cluster.says("Accepted") == "False ObjectRefused"
     assert {name.partition("/")[0] for name in await cluster.objects()} <= {"agentruns", "jobs", "configmaps", "networkpolicies"}
+
+
+@pytest.mark.parametrize(("migrations", "refused"), [("Apply", "Job"), ("Verify", "Deployment")])
+async def test_a_spec_that_the_api_server_refuses_leaves_nothing_half_made_and_heals(
+    cluster: Cluster, migrations: str, refused: str
+) -> None:
+    bad = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"nope": 1}]}}}
+    database = {"secretRef": {"name": "database"}, "migrations": migrations}
+    await cluster.create(podTemplate={"affinity": bad}, database=database)
+    for _ in range(2):
+        await cluster.reconcile()
+    assert await cluster.says("Accepted") == "False ObjectRefused"
+    assert f"refused {refused} " in await cluster.message("Accepted")
+    assert list(await cluster.objects()) == ["agentruns/support"]
+
+    await cluster.edit({"podTemplate": {"affinity": None}})
+    await cluster.settle()
 
 
 async def shipped(operator_process: Any, kube: Kube, namespace: str, database_url: str, redis_url: str) -> ProductProcess:

@@ -203,7 +203,10 @@ async def test_ko_10_a_crowd_of_stores_that_hang_on_one_server_holds_up_no_other
 
     async def bad(number: int) -> None:
         key = Key("shop", f"bad{number}")
-        asked = probes.schema(key, f"postgresql://u:p@/d{number}?host={folder}"), probes.queue(key, f"unix://{hanging}?db={number}")
+        asked = (
+            probes.schema(key, f"postgresql://u:p@/d{number}?host={folder}"),
+            probes.queue(key, f"unix://{hanging}?db={number}"),
+        )
         assert await asyncio.gather(*asked) == [None, None]
 
     await asyncio.gather(*map(bad, range(40)))
