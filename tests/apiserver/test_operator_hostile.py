@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import socket
 from typing import Any
 
@@ -15,7 +14,7 @@ from waiting import eventually, rests
 from agentrun_operator.metrics import API_REQUESTS
 from agentrun_operator.resources import AGENTRUNS, Key, Ref
 
-BAD = 1000 if os.environ.get("AGENTRUN_TEST_LONG") else 300
+BAD = 1000
 """How many objects that cannot work are made at once."""
 OURS = {"app.kubernetes.io/managed-by": "agentrun-operator"}
 KINDS = ("agentruns", "deployments", "services", "configmaps", "jobs", "poddisruptionbudgets", "networkpolicies")
