@@ -7,6 +7,9 @@ which changes nothing where nothing is to be changed.
 An object that was not seen is made as a new one or not at all, and one that was seen is changed only while it is that one: what somebody
 else made under our name in between is never touched.
 
+Before the first Deployment of an AgentRun the API server is asked whether it takes what makes pods, so that a spec which it refuses (bad
+affinity, a webhook) leaves nothing half made. Later there is something that works, and each write says for itself.
+
 A worker Deployment is made in three steps, so that no pod starts at the default of one replica:
   1. the scaler's manager applies all of it with the first number of replicas, marked with the annotation CREATING;
   2. the operator's manager applies all of it without replicas, and so owns the rest too;
@@ -14,7 +17,8 @@ A worker Deployment is made in three steps, so that no pod starts at the default
 While the mark is there, steps 2 and 3 are due.
 """
 
-from collections.abc import AsyncIterator, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -31,7 +35,7 @@ from agentrun_operator.kube import Kube
 from agentrun_operator.kube_errors import Conflict, Forbidden, Invalid, KubeError, NotFound
 from agentrun_operator.plan import Apply, Event, Plan
 from agentrun_operator.render.labels import CREATING
-from agentrun_operator.resources import AGENTRUNS, DEPLOYMENTS, EVENTS, Key, Ref
+from agentrun_operator.resources import AGENTRUNS, DEPLOYMENTS, EVENTS, JOBS, Key, Ref
 from agentrun_operator.status_write import write_status
 
 OPERATOR = "agentrun-operator"
@@ -102,30 +106,53 @@ async def execute(plan: Plan, observed: Observed, *, kube: Kube, cache: ObjectCa
     changed = False
     for delete in plan.deletes:
         await _delete(kube, delete.ref, delete.uid)
-    for apply in plan.applies:
-        if apply.first_replicas is None and memory.knows(observed.key, apply):
-            continue
-        try:
-            with cache.writing(observed.key, apply.ref) as writing:
+    try:
+        await _rehearse(kube, plan, observed)
+        for apply in plan.applies:
+            if apply.first_replicas is None and memory.knows(observed.key, apply):
+                continue
+            with _refusals_of(apply.ref), cache.writing(observed.key, apply.ref) as writing:
                 async for answer in _apply(kube, apply):
                     writing.answers.append(answer)
             live = writing.answers[-1]
-        except (Invalid, Forbidden) as error:
-            if error.status == 403 and "being terminated" in str(error):
-                return False  # the namespace goes, and everything with it
-            raise ObjectRefused(Refusal(apply.ref, _said(error))) from error
-        except Conflict as error:
-            raise NameTaken(apply.ref) from error
-        memory.note(observed.key, apply, live)
-        changed = changed or (
-            apply.ref.resource == DEPLOYMENTS and (apply.live is None or version_of(apply.live) != version_of(live))
-        )
-        await failpoints.hit("operator.apply.between")
+            memory.note(observed.key, apply, live)
+            changed = changed or (
+                apply.ref.resource == DEPLOYMENTS and (apply.live is None or version_of(apply.live) != version_of(live))
+            )
+            await failpoints.hit("operator.apply.between")
+    except _NamespaceEnds:
+        return False  # and everything in it goes, too
     await failpoints.hit("operator.status.before")
     await _write_status(kube, cache, plan, observed)
     for event in plan.events:
         await tell(kube, observed, event, now)
     return changed
+
+
+async def _rehearse(kube: Kube, plan: Plan, observed: Observed) -> None:
+    if any(ref.resource == DEPLOYMENTS for ref in observed.children):
+        return
+    for apply in plan.applies:
+        if apply.live is None and apply.ref.resource in (DEPLOYMENTS, JOBS):
+            with _refusals_of(apply.ref):
+                await kube.apply(apply.ref, dict(apply.body), manager=OPERATOR, only_new=True, dry_run=True)
+
+
+class _NamespaceEnds(Exception):
+    """The namespace is being deleted."""
+
+
+@contextlib.contextmanager
+def _refusals_of(ref: Ref) -> Iterator[None]:
+    """What the API server says against an object, in our words."""
+    try:
+        yield
+    except (Invalid, Forbidden) as error:
+        if error.status == 403 and "being terminated" in str(error):
+            raise _NamespaceEnds from error
+        raise ObjectRefused(Refusal(ref, _said(error))) from error
+    except Conflict as error:
+        raise NameTaken(ref) from error
 
 
 async def _apply(kube: Kube, apply: Apply) -> AsyncIterator[dict[str, Any]]:

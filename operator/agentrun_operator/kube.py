@@ -40,6 +40,7 @@ _PAUSES = (0.1, 0.4, 1.0)
 """Seconds before the second, third and fourth try of one call."""
 _LONGEST_WAIT = 5.0
 """A Retry-After above this is not waited for here: the caller has better things to do."""
+_DRY_RUN = ("dryRun", "All")
 _NO_VERSION = "1"
 """A resourceVersion that no object has: the store's counter is past it before the API server serves."""
 
@@ -90,12 +91,22 @@ class Kube:
         """The same without contents."""
         return await self._list(_list_request(resource, namespace, labels, accept=METADATA_LIST), PAGE)
 
-    async def apply(self, ref: Ref, body: Body, *, manager: str, subresource: str | None = None, only_new: bool = False) -> Body:
+    async def apply(
+        self,
+        ref: Ref,
+        body: Body,
+        *,
+        manager: str,
+        subresource: str | None = None,
+        only_new: bool = False,
+        dry_run: bool = False,
+    ) -> Body:
         """Server-side apply with force; makes the object if it is not there (a subresource's object must be).
 
-        With a uid in the body only that object is changed, with `only_new` none that is there: else it raises Conflict.
+        With a uid in the body only that object is changed, with `only_new` none that is there: else it raises Conflict. With `dry_run`
+        everybody who may refuse it is asked, and nothing is changed.
         """
-        query = [("fieldManager", manager), ("force", "true")]
+        query = [("fieldManager", manager), ("force", "true"), *([_DRY_RUN] if dry_run else [])]
         complete = _complete(ref, body)
         if only_new:
             complete["metadata"]["resourceVersion"] = _NO_VERSION
@@ -172,7 +183,7 @@ class Kube:
         for pause in (*_PAUSES, None):
             try:
                 answer = await self._try(request, deadline - time.monotonic())
-                if request.method != "GET" and f"/{LEASES.group}/" not in request.path:
+                if request.method != "GET" and f"/{LEASES.group}/" not in request.path and _DRY_RUN not in request.query:
                     await failpoints.hit("operator.kube.written")
                 return answer
             except Unavailable as error:

@@ -67,7 +67,7 @@ class _Operator:
     def __init__(self, settings: OperatorSettings, api: Kube, build: Build) -> None:
         self._settings = settings
         self._build = build
-        self._shared = shared = Shared(settings, api, ObjectCache(), WorkQueue(), WorkQueue())
+        self._shared = shared = Shared(settings, api, ObjectCache(), _queue(), _queue())
         self._rest()
         self._resync = Resync(
             api,
@@ -243,6 +243,10 @@ class _Operator:
             self._shared.runs.add(key)
         for ref in self._shared.cache.of(CRONTASKS):
             self._shared.cron_tasks.add(Key(ref.namespace, ref.name))
+
+
+def _queue() -> WorkQueue[Key]:
+    return WorkQueue(group=lambda key: key.namespace)
 
 
 def _stopped_by_signals() -> asyncio.Event:

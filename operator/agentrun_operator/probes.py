@@ -11,10 +11,12 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+from urllib.parse import urlsplit
 
 import structlog
 
 from agentrun_operator.facts import QueueFact, SchemaFact
+from agentrun_operator.fair_places import FairPlaces
 from agentrun_operator.metrics import PROBES
 from agentrun_operator.resources import Key
 from agentrun_operator.store_looks import DATABASE_UNREACHABLE, REDIS_UNREACHABLE, DatabaseFact, ask_database, ask_redis
@@ -51,7 +53,8 @@ class StoreProbes:
     ) -> None:
         """At most `connections` stores of each kind are asked at the same time, each for at most `seconds`.
 
-        Stores that had a problem have places of their own, so that those that hang do not keep others waiting.
+        Stores that had a problem have places of their own, so that those that hang do not keep others waiting. Where many are looked at
+        for the first time servers take turns: one that hangs holds up its own databases, and any other for one look at most.
         """
         rules = _Rules(connections, seconds, fresh_seconds, retry_seconds, clock)
         self._databases = _Answers("postgres", ask_database, DATABASE_UNREACHABLE, on_change, rules)
@@ -129,8 +132,8 @@ class _Answers(Generic[F]):
         self._unreachable = unreachable
         self._on_change = on_change
         self._rules = rules
-        self._places = asyncio.Semaphore(rules.connections)
-        self._retry_places = asyncio.Semaphore(RETRY_CONNECTIONS)
+        self._places = FairPlaces(rules.connections)
+        self._retry_places = FairPlaces(RETRY_CONNECTIONS)
         self._entries: dict[str, _Entry[F]] = {}
         self._urls: dict[Key, str] = {}
 
@@ -139,7 +142,8 @@ class _Answers(Generic[F]):
             self.forget(key)
             self._urls[key] = url
         entry = self._entries.setdefault(url, _Entry())
-        first = entry.answer is None and entry.task is None
+        # Where it has to wait for its place the answer is not a matter of a moment.
+        first = entry.answer is None and entry.task is None and not self._places.full()
         entry.asked_by.add(key)
         if self._rules.clock() >= entry.fresh_until:
             self._refresh(url, entry)
@@ -198,7 +202,8 @@ class _Answers(Generic[F]):
             entry.task = asyncio.create_task(self._look(url, entry), name=f"probe-{self._store}")
 
     async def _look(self, url: str, entry: _Entry[F]) -> None:
-        async with self._retry_places if entry.failures else self._places:
+        places = self._retry_places if entry.failures else self._places
+        async with places.place(_server(url)):
             try:
                 async with asyncio.timeout(self._rules.seconds):
                     answer, good = await self._ask(url)
@@ -221,3 +226,13 @@ class _Answers(Generic[F]):
             entry.answer = answer
             for key in tuple(entry.asked_by):
                 self._on_change(key)
+
+
+def _server(url: str) -> str:
+    """Which server a URL leads to, databases and users aside. What is no URL is a server of its own."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return host or (parts.path if parts.scheme == "unix" else parts.query)

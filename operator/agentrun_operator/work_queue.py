@@ -1,7 +1,7 @@
 """The keys that wait to be reconciled: each once, handled by one worker at a time, and later again if it failed. Knows no I/O.
 
 A key that is added while it is handled is handled once more afterwards. A plain `add` overtakes a back-off, because it means
-that something changed.
+that something changed. Of the keys that are due, groups (namespaces) take turns: thousands of one hold up another by one key each time.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import heapq
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -19,14 +20,25 @@ LONGEST_BACK_OFF = 60.0
 
 
 class WorkQueue(Generic[K]):
-    """`clock` counts seconds, `jitter` gives numbers from 0 to 1."""
+    """`clock` counts seconds, `jitter` gives numbers from 0 to 1, `group` tells whose turn a key belongs to."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic, jitter: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+        group: Callable[[K], Hashable] = lambda _key: None,
+    ) -> None:
+        self._group = group
         self._clock = clock
         self._jitter = jitter
         self._due: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._turn = itertools.count()
+        self._ready: dict[Hashable, deque[K]] = {}
+        """The keys that are due, by group, in the order of the groups' turns; no group is empty."""
+        self._in_line: set[K] = set()
+        """The same keys."""
         self._handled: set[K] = set()
         self._again: dict[K, float] = {}
         self._failures: dict[K, int] = {}
@@ -45,7 +57,7 @@ class WorkQueue(Generic[K]):
     def close(self) -> None:
         """Forgets all keys, and takes no more until `open`."""
         self._closed = True
-        for known in (self._due, self._heap, self._again, self._failures):
+        for known in (self._due, self._heap, self._ready, self._in_line, self._again, self._failures):
             known.clear()
 
     def open(self) -> None:
@@ -77,14 +89,17 @@ class WorkQueue(Generic[K]):
                 pass
 
     def take(self) -> K | None:
-        """The key that has been due for longest, or None if none is due."""
-        now = self._clock()
-        while self._heap and self._heap[0][0] <= now:
-            due, _, key = heapq.heappop(self._heap)
-            if self._due.get(key) == due:  # else it was rescheduled, and this is its old place
-                del self._due[key]
-                self._handled.add(key)
-                return key
+        """Of the group whose turn it is the key that has been due for longest; None if none is due."""
+        self._make_ready()
+        for group in self._ready:
+            keys = self._ready.pop(group)
+            key = keys.popleft()
+            if keys:
+                self._ready[group] = keys  # behind the others
+            del self._due[key]
+            self._in_line.discard(key)
+            self._handled.add(key)
+            return key
         return None
 
     def done(self, key: K) -> None:
@@ -113,12 +128,14 @@ class WorkQueue(Generic[K]):
 
     def overdue(self) -> float:
         """Seconds for which the first key has been waiting past its time; 0.0 if none is due."""
-        self._drop_old_places()
-        return max(self._clock() - self._heap[0][0], 0.0) if self._heap else 0.0
+        self._make_ready()
+        return max((self._clock() - self._due[keys[0]] for keys in self._ready.values()), default=0.0)
 
     def seconds_to_next(self) -> float | None:
         """Seconds until a key is due; None if none waits."""
-        self._drop_old_places()
+        self._make_ready()
+        if self._ready:
+            return 0.0
         return max(self._heap[0][0] - self._clock(), 0.0) if self._heap else None
 
     def _schedule(self, key: K, due: float) -> None:
@@ -129,6 +146,11 @@ class WorkQueue(Generic[K]):
         heapq.heappush(self._heap, (due, next(self._turn), key))
         self._changed.set()
 
-    def _drop_old_places(self) -> None:
-        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
+    def _make_ready(self) -> None:
+        """Takes from the heap what is due, and what was rescheduled: a key's newest place counts."""
+        now = self._clock()
+        while self._heap and ((first := self._heap[0])[0] <= now or self._due.get(first[2]) != first[0]):
+            due, _, key = heapq.heappop(self._heap)
+            if self._due.get(key) == due and key not in self._in_line:
+                self._in_line.add(key)
+                self._ready.setdefault(self._group(key), deque()).append(key)

@@ -1,4 +1,4 @@
-"""SIGKILL of the operator's process after each of the writes that bring up an AgentRun; a fresh process goes on from there."""
+"""SIGKILL of the operator's process after each of the writes that bring up, change or replace an AgentRun; a fresh process goes on."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 from kube_client import Document, Kube, agent_run, play_kubelet
 from kube_servers import KubeServer
 from store_servers import Databases
-from waiting import eventually
+from waiting import eventually, rests
 
 KINDS = ("deployments", "services", "configmaps", "jobs", "poddisruptionbudgets", "networkpolicies")
 TOGETHER = 3
@@ -27,20 +27,39 @@ class Life:
         self.namespace = namespace
         self._start = start
 
-    async def operator(self, lease: str, *, failpoints: str = "") -> Any:
-        """With a Lease of its own: that of the killed one need not run out."""
-        environment = {"AGENTRUN_OPERATOR_LEASE": lease}
+    async def operator(self, lease: str, *, failpoints: str = "", **more: str) -> Any:
+        """With a Lease of its own: that of the killed one need not run out. `more` are variables of its environment."""
+        environment = {"AGENTRUN_OPERATOR_LEASE": lease, **more}
         return await self._start(self.namespace, environment=environment, failpoints=failpoints, ready=False)
 
     async def is_ready(self) -> bool:
+        """As it is now, not as it was before an edit."""
         await play_kubelet(self.kube, self.namespace, migrates=True)
+        found = await self.kube.get("agentruns", self.namespace, "a")
         ready = await self.kube.condition(self.namespace, "a", "Ready")
-        return ready is not None and ready["status"] == "True"
+        return ready is not None and (ready["status"], ready["observedGeneration"]) == ("True", found["metadata"]["generation"])
+
+    async def edit(self, spec: Document) -> None:
+        await self.kube.patch("agentruns", self.namespace, "a", {"spec": spec})
+
+    async def killed_after(self, number: int, process: Any) -> bool:
+        """Waits until the operator has killed itself after so many writes. False: it was done before."""
+
+        async def is_over() -> bool:
+            return process.returncode is not None or await self.is_ready()
+
+        await eventually(is_over, within=60, what=f"it is killed after write {number}, or Ready")
+        assert process.returncode in (None, -9), process.log_tail()
+        return process.returncode is not None
 
     async def objects(self) -> list[tuple[str, Document]]:
         """With their kinds in the plural."""
         mine = "app.kubernetes.io/managed-by=agentrun-operator"
         return [(kind, one) for kind in KINDS for one in await self.kube.list(kind, self.namespace, labels=mine)]
+
+    async def versions(self) -> dict[str, str]:
+        found = [*await self.objects(), ("agentruns", await self.kube.get("agentruns", self.namespace, "a"))]
+        return {f"{kind}/{one['metadata']['name']}": one["metadata"]["resourceVersion"] for kind, one in found}
 
     async def shape(self) -> Counter[str]:
         """How many objects there are of each kind and name; names without the hash at their end."""
@@ -73,15 +92,9 @@ async def test_an_operator_that_is_killed_after_any_of_its_first_writes_leaves_t
         """Whether there were as many writes until it was Ready."""
         async with places, life(kube, databases, redis_url, operator_process) as one:
             first = await one.operator("one", failpoints=f"operator.kube.written=kill@{number}")
-
-            async def is_over() -> bool:
-                return first.returncode is not None or await one.is_ready()
-
-            await eventually(is_over, within=60, what=f"it is killed after write {number}, or Ready")
-            if first.returncode is None:
+            if not await one.killed_after(number, first):
                 first.kill()
                 return False
-            assert first.returncode == -9, first.log_tail()
             before = {body["metadata"]["uid"] for _, body in await one.objects()}
 
             second = await one.operator("two")
@@ -102,3 +115,146 @@ async def test_an_operator_that_is_killed_after_any_of_its_first_writes_leaves_t
         killed = await asyncio.gather(*(killed_after(deaths + number) for number in range(1, TOGETHER + 1)))
         deaths, more = deaths + sum(killed), all(killed)
     assert deaths > len(expected), "each object is a write at least"
+
+
+BEFORE = {"image": "agentrun:1", "gateway": {"replicas": 2}, "networkPolicy": {"enabled": True}, "workers": {"retries": 3}}
+AFTER = {"image": "agentrun:2", "gateway": {"replicas": 1}, "networkPolicy": {"enabled": False}, "workers": {"retries": 7}}
+"""A migration, a new ConfigMap, three roll-outs, and objects that are not wanted any more."""
+
+
+async def uids(one: Life, kind: str) -> dict[str, str]:
+    return {body["metadata"]["name"]: body["metadata"]["uid"] for found, body in await one.objects() if found == kind}
+
+
+async def test_an_operator_that_is_killed_after_any_write_of_an_update_leaves_the_rest_to_the_next(
+    operator_process: Any, crds_applied: KubeServer, kube: Kube, databases: Databases, redis_url: str
+) -> None:
+    shapes: list[Counter[str]] = []
+    deaths: list[int] = []
+
+    async def lane(number: int) -> None:
+        """One AgentRun that is changed and changed back, each time with a kill three writes later."""
+        async with life(kube, databases, redis_url, operator_process) as one:
+            await one.edit(BEFORE)
+            operator = await one.operator("0")
+            await eventually(one.is_ready, within=180, what="it is Ready")
+            deployments = await uids(one, "deployments")
+            before = await settled_shape(one)
+            while True:
+                operator.kill()
+                await one.edit(AFTER)
+                operator = await one.operator(f"first-{number}", failpoints=f"operator.kube.written=kill@{number}")
+                killed = await one.killed_after(number, operator)
+                if killed:
+                    deaths.append(number)
+                    operator = await one.operator(f"second-{number}")
+                await eventually(one.is_ready, within=60, what=f"it is Ready after write {number}")
+                shapes.append(await settled_shape(one))
+                assert await uids(one, "deployments") == deployments, "changed, not made anew"
+                images = {
+                    container["image"]
+                    for kind, body in await one.objects()
+                    if kind == "deployments"
+                    for container in body["spec"]["template"]["spec"]["containers"]
+                }
+                assert images == {"agentrun:2"}
+                if not killed:
+                    operator.kill()
+                    return
+                number += TOGETHER
+                assert number < MOST, "it never comes to an end"
+                await one.edit(BEFORE)
+                await eventually(one.is_ready, within=60, what="it is as it was")
+                assert await settled_shape(one) == before
+
+    await asyncio.gather(*(lane(number) for number in range(1, TOGETHER + 1)))
+    assert all(shape == shapes[0] for shape in shapes), shapes
+    assert set(deaths) >= set(range(1, 9)), "a migration, a ConfigMap, three Deployments twice or more, a status"
+
+
+async def settled_shape(one: Life) -> Counter[str]:
+    """What there is, ConfigMaps aside, when nothing waits to be pruned: the ConfigMaps that Deployments mount, and the Job of this image.
+
+    A Deployment that a change does not concern keeps its ConfigMap.
+    """
+
+    async def shape() -> Counter[str] | None:
+        await one.is_ready()
+        objects = await one.objects()
+        templates = [body["spec"]["template"]["spec"] for kind, body in objects if kind == "deployments"]
+        mounted = {volume["configMap"]["name"] for spec in templates for volume in spec["volumes"] if "configMap" in volume}
+        there = {body["metadata"]["name"] for kind, body in objects if kind == "configmaps"}
+        found = Counter({name: count for name, count in (await one.shape()).items() if not name.startswith("configmaps/")})
+        return found if there == mounted and found["jobs/a-migrate"] == 1 else None
+
+    found = await eventually(shape, within=60, what="what is not wanted any more is gone")
+    assert found is not None
+    return found
+
+
+async def test_an_operator_that_is_killed_while_a_successor_takes_the_place_of_a_deleted_one(
+    operator_process: Any, crds_applied: KubeServer, kube: Kube, databases: Databases, redis_url: str
+) -> None:
+    deaths: list[int] = []
+
+    async def lane(number: int) -> None:
+        async with life(kube, databases, redis_url, operator_process) as one:
+            operator = await one.operator("0")
+            await eventually(one.is_ready, within=180, what="it is Ready")
+            expected = await settled_shape(one)
+            while True:
+                operator.kill()
+                await kube.delete("agentruns", one.namespace, "a")
+                made = await kube.create("agentruns", one.namespace, agent_run("a", workers={"minReplicas": 2}))
+                operator = await one.operator(f"first-{number}", failpoints=f"operator.kube.written=kill@{number}")
+                killed = await one.killed_after(number, operator)
+                if killed:
+                    deaths.append(number)
+                    operator = await one.operator(f"second-{number}")
+                await eventually(one.is_ready, within=60, what=f"the successor is Ready after write {number}")
+                assert await settled_shape(one) == expected
+                owners = {body["metadata"]["ownerReferences"][0]["uid"] for _, body in await one.objects()}
+                assert owners == {made["metadata"]["uid"]}
+                if not killed:
+                    operator.kill()
+                    return
+                number += TOGETHER
+                assert number < MOST, "it never comes to an end"
+
+    await asyncio.gather(*(lane(number) for number in range(1, TOGETHER + 1)))
+    assert set(deaths) >= set(range(1, 9)), "a migration, a ConfigMap, three Deployments twice or more, a status"
+
+
+async def test_a_deletion_takes_no_write_of_the_operator_after_which_it_could_be_killed(
+    operator_process: Any, crds_applied: KubeServer, kube: Kube, databases: Databases, redis_url: str
+) -> None:
+    async with life(kube, databases, redis_url, operator_process) as one:
+        operator = await one.operator("one", AGENTRUN_OPERATOR_RESYNC_SECONDS="1")
+        await eventually(one.is_ready, within=180, what="it is Ready")
+        await rests(one.versions, turns=lambda: full_lists(operator), count=2, within=60, what="what the operator writes")
+        before = await writes(operator)
+        await kube.delete("agentruns", one.namespace, "a")
+
+        async def gone() -> bool:
+            return not await one.objects()
+
+        await eventually(gone, within=60, what="the children are collected")
+        lists = await full_lists(operator)
+
+        async def looked() -> bool:
+            return await full_lists(operator) >= lists + 3
+
+        await eventually(looked, within=60, what="the operator has looked at all that there is")
+        assert await gone()
+        assert await writes(operator) == before
+        operator.kill()
+
+
+async def full_lists(operator: Any) -> float:
+    return float((await operator.metrics())["agentrun_operator_resync_seconds_count"])
+
+
+async def writes(operator: Any) -> float:
+    """But for those of the Lease, which are PUTs."""
+    found = await operator.metrics()
+    return sum(found.total("agentrun_operator_api_requests_total", method=method) for method in ("PATCH", "POST", "DELETE"))

@@ -194,6 +194,27 @@ async def test_stores_that_hang_have_places_of_their_own_from_the_second_time_on
     await probes.aclose()
 
 
+async def test_ko_10_a_crowd_of_stores_that_hang_on_one_server_holds_up_no_other_server(
+    told: Told, hanging: str, database_url: str, redis_url: str
+) -> None:
+    """Each of them has its first look still before it: two places and two seconds each would be forty seconds."""
+    probes = StoreProbes(told.append, connections=2, seconds=2.0)
+    folder = str(Path(hanging).parent)
+
+    async def bad(number: int) -> None:
+        key = Key("shop", f"bad{number}")
+        asked = (
+            probes.schema(key, f"postgresql://u:p@/d{number}?host={folder}"),
+            probes.queue(key, f"unix://{hanging}?db={number}"),
+        )
+        assert await asyncio.gather(*asked) == [None, None]
+
+    await asyncio.gather(*map(bad, range(40)))
+    assert (await schema(probes, database_url)).problem is None
+    assert await queue(probes, redis_url) == QueueFact()
+    await probes.aclose()
+
+
 async def test_many_agentruns_of_one_redis_are_one_question(probes: StoreProbes, redis_url: str) -> None:
     client: Redis = await connect(redis_url)
     await client.config_resetstat()

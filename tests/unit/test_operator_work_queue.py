@@ -108,6 +108,30 @@ def test_a_change_overtakes_a_pause(queue: WorkQueue[Key]) -> None:
     assert queue.failures(A) == 1
 
 
+def test_ko_12_namespaces_take_turns_whatever_crowd_one_of_them_has(clock: Clock) -> None:
+    queue: WorkQueue[Key] = WorkQueue(clock=clock, group=lambda key: key.namespace)
+    crowd = [Key("crowd", str(number)) for number in range(1000)]
+    for key in crowd:
+        queue.add(key)
+    clock.now = 60
+    queue.add(Key("other", "1"))
+    queue.add(Key("other", "2"), after=5)
+    assert [queue.take() for _ in range(3)] == [crowd[0], Key("other", "1"), crowd[1]]
+    clock.now = 65
+    assert [queue.take() for _ in range(3)] == [crowd[2], Key("other", "2"), crowd[3]]
+    assert [queue.take() for _ in range(997)] == [*crowd[4:], None]
+
+
+def test_a_key_that_comes_to_a_time_that_it_has_left_is_there_once(queue: WorkQueue[Key], clock: Clock) -> None:
+    queue.add(A, after=5)
+    queue.add(A)
+    assert queue.take() == A
+    queue.done(A)
+    queue.add(A, after=5)
+    clock.now = 5
+    assert (queue.take(), queue.take(), len(queue)) == (A, None, 0)
+
+
 def test_how_long_the_first_key_waits_shows(queue: WorkQueue[Key], clock: Clock) -> None:
     assert queue.overdue() == 0
     queue.add(A, after=5)
