@@ -146,6 +146,42 @@ async def lock(conn: Connection, uid: UUID) -> Locked | None:
     return Locked(Schedule(*row[:4]), row[4], row[5]) if row else None
 
 
+async def lock_named(conn: Connection, name: str) -> Locked | None:
+    """Takes the row of the CronTask that has this name now; waits for a scheduler that has it. None: there is none.
+
+    Raises StoreUnavailable.
+    """
+    with unavailable():
+        await conn.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{HOLD_SECONDS}s'")
+        row = await conn.fetchrow(
+            """SELECT uid, generation, spec, slots_from, decided_through, clock_timestamp() FROM cron_tasks
+               WHERE spec ->> 'name' = $1 AND deleted_at IS NULL FOR NO KEY UPDATE""",
+            name,
+        )
+    return Locked(Schedule(*row[:4]), row[4], row[5]) if row else None
+
+
+async def uids_of(conn: Executor, name: str) -> list[UUID]:
+    """The CronTask of this name and its predecessors. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch("SELECT uid FROM cron_tasks WHERE spec ->> 'name' = $1 ORDER BY uid", name)
+    return [row["uid"] for row in rows]
+
+
+async def named(conn: Executor, *, name: str | None = None, after: str | None = None, limit: int = 1) -> list[Schedule]:
+    """The schedules that are not deleted, by name: the one called `name`, or those after a name. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT uid, generation, spec, slots_from FROM cron_tasks WHERE deleted_at IS NULL
+               AND ($1::text IS NULL OR spec ->> 'name' = $1) AND ($2::text IS NULL OR (spec ->> 'name') COLLATE "C" > $2)
+               ORDER BY (spec ->> 'name') COLLATE "C" LIMIT $3""",
+            name,
+            after,
+            limit,
+        )
+    return [Schedule(row[0], row[1], row[2], row[3]) for row in rows]
+
+
 async def note(conn: Executor, locked: Locked, *, decided_through: datetime | None, next_slot: datetime | None) -> None:
     """Notes how far a locked schedule is decided, and when there is something to decide again. Raises StoreUnavailable."""
     with unavailable():
@@ -160,8 +196,8 @@ async def note(conn: Executor, locked: Locked, *, decided_through: datetime | No
         )
 
 
-async def states(conn: Executor) -> list[TaskState]:
-    """What has come of each schedule that is not deleted. Raises StoreUnavailable."""
+async def states(conn: Executor, only: Collection[UUID] | None = None) -> list[TaskState]:
+    """What has come of each schedule that is not deleted, or of some. Raises StoreUnavailable."""
     with unavailable():
         rows = await conn.fetch(
             """SELECT t.uid, t.generation, CASE WHEN t.decided_generation = t.generation THEN t.next_slot END, l.slot, l.outcome,
@@ -173,8 +209,9 @@ async def states(conn: Executor) -> list[TaskState]:
                LEFT JOIN LATERAL (
                    SELECT s.slot, CASE WHEN r.status = 'failed' THEN 'failed' ELSE s.outcome END AS outcome
                    FROM slots s LEFT JOIN runs r ON r.id = s.run_id WHERE s.task = t.uid ORDER BY s.slot DESC LIMIT 1) l ON true
-               WHERE t.deleted_at IS NULL""",
+               WHERE t.deleted_at IS NULL AND ($2::uuid[] IS NULL OR t.uid = ANY ($2))""",
             ACTIVE_SHOWN,
+            None if only is None else list(only),
         )
     return [
         TaskState(row[0], row[1], row[2], row[3], SlotOutcome(row[4]) if row[4] else None, row[5], tuple(row[6])) for row in rows
