@@ -16,7 +16,7 @@ import structlog
 
 from agentrun import failpoints
 from agentrun.domain import slots
-from agentrun.domain.errors import AgentrunError
+from agentrun.domain.errors import AgentrunError, StoreUnavailable
 from agentrun.domain.slots import STARTED
 from agentrun.domain.states import RunStatus
 from agentrun.schedules import tasks
@@ -143,6 +143,8 @@ class Firing:
             async with conn.transaction():
                 found = await start_slots(conn, Owner(self._agent, uid, task), wanted)
         except _REFUSED as error:
+            if conn.is_closed():
+                raise StoreUnavailable("the connection was lost while runs of slots were stored") from error
             _log.error("a scheduled run cannot be stored", cron_task=task.name, slots=len(starting), error=str(error))
             return f"the run could not be stored: {error}"
         news.heads.extend(run.run_id for run, one in zip(found, wanted, strict=True) if run.is_head and one.not_before is None)

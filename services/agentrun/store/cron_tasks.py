@@ -15,6 +15,8 @@ ACTIVE_SHOWN = 20
 """How many unfinished runs of a CronTask `states` names."""
 HOLD_SECONDS = 10
 """How long a scheduler that hangs in a transaction may hold a CronTask: Postgres ends its session then."""
+MOST_COUNTED = 20
+"""How far `lapses` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,21 @@ class TaskState:
     last_outcome: SlotOutcome | None
     last_success: datetime | None
     active: tuple[UUID, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lapse:
+    """How many slots of a CronTask were decided since the newest one whose run succeeded, at most MOST_COUNTED.
+
+    Only slots of the present times count, and none that was skipped because of a suspension. Slots after `decided_through` are not
+    decided yet; `now` is Postgres' clock.
+    """
+
+    name: str
+    spec: str
+    decided: int
+    decided_through: datetime
+    now: datetime
 
 
 # Deletions first: they wait for a scheduler that is just deciding, so that what it decided is seen by the statement after this one.
@@ -216,3 +233,20 @@ async def states(conn: Executor, only: Collection[UUID] | None = None) -> list[T
     return [
         TaskState(row[0], row[1], row[2], row[3], SlotOutcome(row[4]) if row[4] else None, row[5], tuple(row[6])) for row in rows
     ]
+
+
+async def lapses(conn: Executor) -> list[Lapse]:
+    """Of each schedule that is neither deleted nor suspended. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT t.spec ->> 'name', t.spec, (
+                   SELECT count(*) FROM (
+                       SELECT s.outcome, bool_or(coalesce(r.status = 'succeeded', false)) OVER (ORDER BY s.slot DESC) AS succeeded
+                       FROM (SELECT * FROM slots WHERE task = t.uid AND slot > t.slots_from ORDER BY slot DESC LIMIT $1) s
+                       LEFT JOIN runs r ON r.id = s.run_id) since
+                   WHERE NOT since.succeeded AND since.outcome <> 'skipped_suspended'),
+                   greatest(t.slots_from, t.decided_through), now()
+               FROM cron_tasks t WHERE t.deleted_at IS NULL AND t.spec -> 'suspend' IS DISTINCT FROM 'true'::jsonb ORDER BY t.uid""",
+            MOST_COUNTED,
+        )
+    return [Lapse(row[0], row[1], row[2], row[3], row[4]) for row in rows]

@@ -8,6 +8,9 @@ from uuid import UUID
 from agentrun.domain.slots import SlotOutcome
 from agentrun.store.pool import Executor, unavailable
 
+FEWEST = 5
+"""So many slots are remembered at least: an alert counts those without success."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -97,13 +100,13 @@ async def fail(conn: Executor, task: UUID, failed: Sequence[datetime], detail: s
 
 
 async def prune(conn: Executor, task: UUID, *, keep: int) -> None:
-    """Forgets all but the newest `keep` slots of a CronTask; their runs stay. Raises StoreUnavailable."""
+    """Forgets all but the newest `keep` slots of a CronTask, or FEWEST; their runs stay. Raises StoreUnavailable."""
     with unavailable():
         await conn.execute(
             """DELETE FROM slots WHERE task = $1
                AND slot <= (SELECT slot FROM slots WHERE task = $1 ORDER BY slot DESC OFFSET $2 LIMIT 1)""",
             task,
-            keep,
+            max(keep, FEWEST),
         )
 
 
