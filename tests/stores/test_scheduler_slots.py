@@ -16,6 +16,7 @@ import pytest
 from processes import Product, ProductProcess, ProductProcesses
 from redis.asyncio import Redis
 from run_factory import claimed, event
+from store_servers import Databases
 from waiting import eventually
 
 from agentrun.bus.connection import connect
@@ -479,6 +480,33 @@ async def test_cr_20_a_deletion_waits_for_who_decides_and_the_successor_sees_it(
     assert rows[new].slots_from == newest
 
 
+async def test_cr_20_a_name_in_two_namespaces_is_two_tasks_and_a_database_made_anew_has_its_runs(
+    stage: Stage, databases: Databases, redis: Redis
+) -> None:
+    """One Redis for all of them, which is kept."""
+    since, uid = stage.before(1), uuid4()
+
+    async def fire(database_url: str, namespace: str, task: UUID) -> UUID:
+        """The run, which workers of that AgentRun can find."""
+        keys = Keys(namespace, "agent")
+        pool, stream = await create_pool(database_url, 2), WorkStream(redis, keys)
+        there = Stage(pool, stage.time)
+        await there.put(task, since=since)
+        announcer = BusAnnouncer(stream, EventStream(redis, keys), Control(redis, keys))
+        ahead = stage.time - await postgres_now(pool)
+        await Firing(pool, announcer, namespace=namespace, name="agent", suspended=False, ahead=ahead).tick()
+        (one,) = await there.started(task)
+        assert one.run_id is not None
+        assert (await stream.entries([one.run_id]))[one.run_id] is not None
+        await stream.aclose()
+        await pool.close()
+        return one.run_id
+
+    async with databases.migrated() as first, databases.migrated() as other, databases.migrated() as anew:
+        found = [await fire(first, "shop", uid), await fire(other, "bank", uuid4()), await fire(anew, "shop", uid)]
+    assert len(set(found)) == 3
+
+
 # Several schedulers
 
 
@@ -491,6 +519,18 @@ async def test_cr_09_schedulers_with_other_clocks_start_nothing_twice(stage: Sta
     first = stage.time.replace(second=0)
     assert found == [first + number * MINUTE for number in range(12)]
     assert set((await stage.run_keys()).values()) == {1}
+
+
+async def test_a_clock_that_jumps_back_an_hour_starts_nothing_and_loses_nothing(stage: Stage) -> None:
+    task = await stage.put(since=stage.before(1))
+    scheduler = await stage.scheduler()
+    for minutes in (0, -60, -59, -1, 0, 1, -60, 2):
+        scheduler._ahead = (await stage.scheduler(minutes))._ahead
+        await scheduler.tick()
+    first = stage.time.replace(second=0)
+    assert [one.slot for one in await stage.started(task)] == [first + number * MINUTE for number in range(3)]
+    (state,) = await cron_tasks.states(stage.pool)
+    assert state.next_slot == first + 3 * MINUTE
 
 
 async def test_schedulers_at_the_same_moment_decide_once(stage: Stage) -> None:

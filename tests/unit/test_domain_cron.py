@@ -7,7 +7,8 @@ from uuid import UUID
 from zoneinfo import ZoneInfo
 
 import pytest
-from cron_oracle import RANGES, Oracle
+from cron_expressions import EXPRESSIONS
+from cron_oracle import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -219,20 +220,6 @@ def test_a_hashed_day_is_in_every_month(seed: str) -> None:
 # Against an oracle that is written from the definition alone, with sets of numbers, minute by minute
 
 
-def _field(low: int, high: int) -> st.SearchStrategy[str]:
-    number = st.integers(low, high)
-    span = st.tuples(number, number).map(sorted).map(lambda pair: f"{pair[0]}-{pair[1]}")
-    steps = st.integers(1, high - low)
-    stepped = steps.map(lambda step: f"*/{step}")
-    item = st.one_of(st.just("*"), number.map(str), span, stepped)
-    return st.lists(item, min_size=1, max_size=3).map(",".join)
-
-
-EXPRESSIONS = st.one_of(
-    st.tuples(*(_field(low, high) for low, high in RANGES)).map(" ".join),
-    st.tuples(_field(0, 59), _field(0, 4)).map(lambda pair: f"{pair[0]} {pair[1]} * * *"),
-    st.tuples(st.integers(0, 59), st.integers(0, 3)).map(lambda pair: f"{pair[0]} {pair[1]} * * *"),
-)
 CHANGES = {
     "Etc/UTC": ["2026-03-29T01:00", "2028-02-29T00:00"],
     BERLIN: ["2026-03-29T01:00", "2026-10-25T01:00"],
