@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
+import asyncpg
+
 from agentrun.domain.slots import SlotOutcome
 from agentrun.store.pool import Connection, Executor, unavailable
 
 ACTIVE_SHOWN = 20
 """How many unfinished runs of a CronTask `states` names."""
+RECENT_SHOWN = 5
+"""How many decided slots of a CronTask `states` names."""
 HOLD_SECONDS = 10
 """How long a scheduler that hangs in a transaction may hold a CronTask: Postgres ends its session then."""
 MOST_COUNTED = 20
@@ -51,7 +55,8 @@ class TaskState:
     """What has come of a CronTask.
 
     `next_slot` is None as long as no scheduler has looked at this generation. `last_success` is the end of the newest slot's run
-    that succeeded. `active` are unfinished runs, oldest first, at most ACTIVE_SHOWN.
+    that succeeded. `active` are unfinished runs, oldest first, at most ACTIVE_SHOWN. `recent` are the newest slots, newest first, at most
+    RECENT_SHOWN; the last slot is the first of them.
     """
 
     uid: UUID
@@ -61,6 +66,7 @@ class TaskState:
     last_outcome: SlotOutcome | None
     last_success: datetime | None
     active: tuple[UUID, ...]
+    recent: tuple[tuple[datetime, SlotOutcome], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,22 +223,28 @@ async def states(conn: Executor, only: Collection[UUID] | None = None) -> list[T
     """What has come of each schedule that is not deleted, or of some. Raises StoreUnavailable."""
     with unavailable():
         rows = await conn.fetch(
-            """SELECT t.uid, t.generation, CASE WHEN t.decided_generation = t.generation THEN t.next_slot END, l.slot, l.outcome,
+            """SELECT t.uid, t.generation, CASE WHEN t.decided_generation = t.generation THEN t.next_slot END, l.slots, l.outcomes,
                       (SELECT r.finished_at FROM slots s JOIN runs r ON r.id = s.run_id
                        WHERE s.task = t.uid AND r.status = 'succeeded' ORDER BY s.slot DESC LIMIT 1),
                       ARRAY (SELECT a.id FROM runs a WHERE a.cron_task = t.uid AND a.status IN ('pending', 'running')
                              ORDER BY a.id LIMIT $1)
                FROM cron_tasks t
-               LEFT JOIN LATERAL (
-                   SELECT s.slot, CASE WHEN r.status = 'failed' THEN 'failed' ELSE s.outcome END AS outcome
-                   FROM slots s LEFT JOIN runs r ON r.id = s.run_id WHERE s.task = t.uid ORDER BY s.slot DESC LIMIT 1) l ON true
+               CROSS JOIN LATERAL (
+                   SELECT array_agg(n.slot ORDER BY n.slot DESC) AS slots, array_agg(n.outcome ORDER BY n.slot DESC) AS outcomes FROM (
+                       SELECT s.slot, CASE WHEN r.status = 'failed' THEN 'failed' ELSE s.outcome END AS outcome
+                       FROM slots s LEFT JOIN runs r ON r.id = s.run_id WHERE s.task = t.uid ORDER BY s.slot DESC LIMIT $3) n) l
                WHERE t.deleted_at IS NULL AND ($2::uuid[] IS NULL OR t.uid = ANY ($2))""",
             ACTIVE_SHOWN,
             None if only is None else list(only),
+            RECENT_SHOWN,
         )
-    return [
-        TaskState(row[0], row[1], row[2], row[3], SlotOutcome(row[4]) if row[4] else None, row[5], tuple(row[6])) for row in rows
-    ]
+    return [_state(row) for row in rows]
+
+
+def _state(row: asyncpg.Record) -> TaskState:
+    recent = tuple((slot, SlotOutcome(outcome)) for slot, outcome in zip(row[3] or (), row[4] or (), strict=True))
+    last_slot, last_outcome = recent[0] if recent else (None, None)
+    return TaskState(row[0], row[1], row[2], last_slot, last_outcome, row[5], tuple(row[6]), recent)
 
 
 async def lapses(conn: Executor) -> list[Lapse]:
