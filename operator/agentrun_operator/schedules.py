@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import datetime
+from itertools import islice
 from typing import Any
 
 from agentrun.domain import cron
@@ -13,7 +14,16 @@ from agentrun_operator.lenient import Known, known_cron_task, note_of
 from agentrun_operator.reasons import ConditionType, Reason
 from agentrun_operator.resources import Key
 
-MEMBERS = ("lastScheduleTime", "lastOutcome", "lastSuccessfulTime", "nextScheduleTime", "active")
+MEMBERS = (
+    "lastScheduleTime",
+    "lastOutcome",
+    "lastSuccessfulTime",
+    "nextScheduleTime",
+    "nextScheduleTimes",
+    "recentSlots",
+    "active",
+)
+NEXT_SHOWN = 3
 
 Body = Mapping[str, Any]
 
@@ -66,24 +76,29 @@ def members(state: TaskState | None, manifest: CronTask | None, *, old: Mapping[
     """
     if state is None:
         return {name: old[name] for name in MEMBERS if name in old}
+    following = _next(state, manifest, now)
     found = {
         "lastScheduleTime": _stamp(state.last_slot),
         "lastOutcome": state.last_outcome.value if state.last_outcome else None,
         "lastSuccessfulTime": _stamp(state.last_success),
-        "nextScheduleTime": _stamp(_next(state, manifest, now)),
+        "nextScheduleTime": _stamp(following[0] if following else None),
+        "nextScheduleTimes": [stamp(slot) for slot in following],
+        "recentSlots": [{"slot": stamp(slot), "outcome": outcome.value} for slot, outcome in state.recent],
         "active": [str(run) for run in state.active],
     }
     return {name: value for name, value in found.items() if value}
 
 
-def _next(state: TaskState, manifest: CronTask | None, now: datetime) -> datetime | None:
-    """The next slot as a scheduler has noted it; until one has seen this generation, by the same arithmetic."""
+def _next(state: TaskState, manifest: CronTask | None, now: datetime) -> list[datetime]:
+    """The next slots, the first as a scheduler has noted it; until one has seen this generation, by the same arithmetic."""
     if manifest is not None and manifest.spec.suspend:
-        return None
-    if state.next_slot is not None or manifest is None:
-        return state.next_slot
+        return []
+    first = [] if state.next_slot is None else [state.next_slot]
+    if manifest is None:
+        return first
     spec, metadata = manifest.spec, manifest.metadata
-    return cron.parse(spec.schedule, spec.time_zone, seed=cron.seed(metadata.namespace, metadata.name)).next(now)
+    schedule = cron.parse(spec.schedule, spec.time_zone, seed=cron.seed(metadata.namespace, metadata.name))
+    return [*first, *islice(schedule.after(first[0] if first else now), NEXT_SHOWN - len(first))]
 
 
 def _stamp(moment: datetime | None) -> str | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrun import __version__, settings
+from agentrun.commands import cron
 from agentrun.domain.errors import AgentrunError, ConfigurationError, ManifestError
 from agentrun.domain.keys import RANDOM_BYTES, Scope, generate, record_line
 from agentrun.manifests import AgentRun, load
@@ -32,6 +33,7 @@ keys = typer.Typer(help="API keys.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
 crds = typer.Typer(help="Print the CustomResourceDefinitions, or bring them into a cluster.")
 app.add_typer(crds, name="crds")
+app.add_typer(cron.app, name="cron")
 
 
 def main() -> None:
@@ -76,7 +78,7 @@ def worker() -> None:
 
 @app.command()
 def scheduler() -> None:
-    """Look after stuck and forgotten work."""
+    """Fire CronTasks; look after stuck and forgotten work."""
     from agentrun.scheduler import process
 
     _run(process.run(*_read("scheduler")))

@@ -59,6 +59,12 @@ SLOT_DELAY = Histogram(
     buckets=(0.5, 1, 2, 5, 10, 30, 60, 300, 3600),
     registry=REGISTRY,
 )
+SLOTS_WITHOUT_SUCCESS = Gauge(
+    "agentrun_cron_slots_without_success",
+    "Slots of a CronTask since the newest one whose run succeeded, at most 20; each scheduler says the same.",
+    ["task"],
+    registry=REGISTRY,
+)
 RUNS_ACTIVE = Gauge("agentrun_runs_active", "Runs that this worker executes right now.", registry=REGISTRY)
 WORKER_CAPACITY = Gauge("agentrun_worker_capacity", "Runs that this worker may execute at the same time.", registry=REGISTRY)
 LEASE_RENEWALS = _counter("agentrun_lease_renewals_total", "Lease renewals, by result: renewed, late, lost or failed.", "result")

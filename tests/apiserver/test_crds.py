@@ -160,6 +160,8 @@ async def test_the_columns_say_how_it_is(namespace: str, kube: Kube, kubectl: Ku
         "lastOutcome": "skipped_overlap",
         "lastSuccessfulTime": NOW,
         "nextScheduleTime": "2126-01-01T09:00:00Z",
+        "nextScheduleTimes": [f"2126-01-0{day}T09:00:00Z" for day in (1, 2, 3)],
+        "recentSlots": [{"slot": NOW, "outcome": "skipped_overlap"}],
         "active": ["01a22a2b-72f6-70d0-a893-282eb34a3487"],
     }
     shown = await kube.patch("crontasks", namespace, "report", {"status": fired}, subresource="status")

@@ -82,7 +82,7 @@ def newer(properties: dict[str, Any]) -> None:
 def older(properties: dict[str, Any]) -> None:
     """A version before the columns of `kubectl get`."""
     status = properties["status"]["properties"]
-    for member in ("workers", "schema", "lastOutcome", "nextScheduleTime"):
+    for member in ("workers", "schema", "lastOutcome", "nextScheduleTime", "nextScheduleTimes", "recentSlots"):
         status.pop(member, None)
 
 

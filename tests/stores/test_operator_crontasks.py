@@ -324,6 +324,8 @@ async def test_a_missing_agentrun_is_said(stage: Stage, pool: Pool) -> None:
     ("change", "reason"),
     [
         ({"schedule": "0 0 30 2 *"}, "ScheduleInvalid"),
+        ({"schedule": "0 0 31 2 *"}, "ScheduleInvalid"),
+        ({"schedule": "0 0 31 4,6 *"}, "ScheduleInvalid"),
         ({"schedule": "*/90 * * * *"}, "ScheduleInvalid"),
         ({"timeZone": "Mars/Olympus"}, "TimeZoneUnknown"),
         ({"catchUp": {"mode": "Never"}}, "InvalidSpec"),

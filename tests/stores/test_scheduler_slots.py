@@ -16,6 +16,7 @@ import pytest
 from processes import Product, ProductProcess, ProductProcesses
 from redis.asyncio import Redis
 from run_factory import claimed, event
+from store_servers import Databases
 from waiting import eventually
 
 from agentrun.bus.connection import connect
@@ -30,11 +31,13 @@ from agentrun.domain.states import RunStatus
 from agentrun.maintenance.sweep import Sweep
 from agentrun.scheduler.announcing import BusAnnouncer
 from agentrun.scheduler.loop import Announcer, Firing, News
+from agentrun.scheduler.watching import Watching
 from agentrun.store import cron_tasks, runs, slots, transitions
 from agentrun.store.cron_tasks import Schedule
 from agentrun.store.pool import Pool, create_pool
 from agentrun.store.slots import Slot
 from agentrun.store.transitions import Finish
+from agentrun.telemetry import SLOTS_WITHOUT_SUCCESS
 
 MINUTE = timedelta(minutes=1)
 KEYS = Keys("default", "agent")
@@ -477,6 +480,33 @@ async def test_cr_20_a_deletion_waits_for_who_decides_and_the_successor_sees_it(
     assert rows[new].slots_from == newest
 
 
+async def test_cr_20_a_name_in_two_namespaces_is_two_tasks_and_a_database_made_anew_has_its_runs(
+    stage: Stage, databases: Databases, redis: Redis
+) -> None:
+    """One Redis for all of them, which is kept."""
+    since, uid = stage.before(1), uuid4()
+
+    async def fire(database_url: str, namespace: str, task: UUID) -> UUID:
+        """The run, which workers of that AgentRun can find."""
+        keys = Keys(namespace, "agent")
+        pool, stream = await create_pool(database_url, 2), WorkStream(redis, keys)
+        there = Stage(pool, stage.time)
+        await there.put(task, since=since)
+        announcer = BusAnnouncer(stream, EventStream(redis, keys), Control(redis, keys))
+        ahead = stage.time - await postgres_now(pool)
+        await Firing(pool, announcer, namespace=namespace, name="agent", suspended=False, ahead=ahead).tick()
+        (one,) = await there.started(task)
+        assert one.run_id is not None
+        assert (await stream.entries([one.run_id]))[one.run_id] is not None
+        await stream.aclose()
+        await pool.close()
+        return one.run_id
+
+    async with databases.migrated() as first, databases.migrated() as other, databases.migrated() as anew:
+        found = [await fire(first, "shop", uid), await fire(other, "bank", uuid4()), await fire(anew, "shop", uid)]
+    assert len(set(found)) == 3
+
+
 # Several schedulers
 
 
@@ -489,6 +519,18 @@ async def test_cr_09_schedulers_with_other_clocks_start_nothing_twice(stage: Sta
     first = stage.time.replace(second=0)
     assert found == [first + number * MINUTE for number in range(12)]
     assert set((await stage.run_keys()).values()) == {1}
+
+
+async def test_a_clock_that_jumps_back_an_hour_starts_nothing_and_loses_nothing(stage: Stage) -> None:
+    task = await stage.put(since=stage.before(1))
+    scheduler = await stage.scheduler()
+    for minutes in (0, -60, -59, -1, 0, 1, -60, 2):
+        scheduler._ahead = (await stage.scheduler(minutes))._ahead
+        await scheduler.tick()
+    first = stage.time.replace(second=0)
+    assert [one.slot for one in await stage.started(task)] == [first + number * MINUTE for number in range(3)]
+    (state,) = await cron_tasks.states(stage.pool)
+    assert state.next_slot == first + 3 * MINUTE
 
 
 async def test_schedulers_at_the_same_moment_decide_once(stage: Stage) -> None:
@@ -538,6 +580,61 @@ async def test_an_outage_of_redis_delays_nothing_but_the_news(stage: Stage) -> N
     assert await stage.outcomes(task) == [LATE, RAN]
     await stream.aclose()
     await nowhere.aclose()
+
+
+# CronTasks without success
+
+
+async def without_success(stage: Stage, *, suspended: bool = False) -> dict[str, float]:
+    """What the metric says, by CronTask."""
+    await Watching(stage.pool, namespace="default", suspended=suspended).tick()
+    return {sample.labels["task"]: sample.value for metric in SLOTS_WITHOUT_SUCCESS.collect() for sample in metric.samples}
+
+
+def just_passed(now: datetime, count: int) -> str:
+    """A schedule of the newest minutes that have passed, and of none that come in the next half an hour."""
+    return f"{','.join(str((now - number * MINUTE).minute) for number in range(count))} * * * *"
+
+
+async def test_slots_since_the_newest_success_are_counted(stage: Stage) -> None:
+    stage.time = await postgres_now(stage.pool)
+    since = stage.time - 4 * MINUTE
+    task = await stage.put(since=since, schedule=just_passed(stage.time, 4))
+    await stage.put(since=since, name="quiet", schedule="0 0 1 1 *")
+    await stage.tick()
+    assert await without_success(stage) == {"report": 4, "quiet": 0}
+
+    first, second, *_ = await stage.started(task)
+    assert first.run_id is not None and second.run_id is not None
+    await stage.end(first.run_id, RunStatus.FAILED)
+    await stage.end(second.run_id)
+    assert await without_success(stage) == {"report": 2, "quiet": 0}
+
+
+@pytest.mark.parametrize("history_limit", [1, 1000])
+async def test_slots_without_a_run_or_a_decision_count_and_no_more_than_the_metric_says(stage: Stage, history_limit: int) -> None:
+    stage.time = await postgres_now(stage.pool)
+    task = await stage.put(since=stage.time - 30 * MINUTE, catchUp={"mode": "None"}, historyLimit=history_limit)
+    assert await without_success(stage) == {"report": 20}, "nobody has decided them"
+    await stage.tick()
+    assert 3 <= (await without_success(stage))["report"] <= 20
+    await stage.put(task, since=stage.time, schedule="*/1 * * * *")
+    assert (await without_success(stage))["report"] <= 1, "another schedule begins anew"
+
+
+async def test_what_is_suspended_deleted_or_unreadable_has_no_slots_without_success(stage: Stage) -> None:
+    stage.time = await postgres_now(stage.pool)
+    since = stage.time - 5 * MINUTE
+    task = await stage.put(since=since, suspend=True)
+    gone = await stage.put(since=since, name="gone", schedule=just_passed(stage.time, 5))
+    await stage.put(since=since, name="odd", schedule="nonsense")
+    await stage.tick()
+    assert await without_success(stage) == {"gone": 5, "odd": 0}
+    assert await without_success(stage, suspended=True) == {}
+    del stage.tasks[gone]
+    await stage.put(task, since=stage.time, suspend=False)
+    assert {name: count for name, count in (await without_success(stage)).items() if count > 1} == {}
+    assert "gone" not in await without_success(stage)
 
 
 # As processes

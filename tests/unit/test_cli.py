@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import logging
 import os
 import subprocess
@@ -149,7 +150,7 @@ def test_a_process_takes_its_own_agent_run_out_of_several(tmp_path: Path, monkey
 
 def test_the_command_line_loads_no_process_before_it_is_asked_for() -> None:
     """Loading them takes seconds; `agentrun --version` must not."""
-    heavy = ("asyncpg", "redis", "fastapi", "uvicorn", "pydantic_ai", "openai", "genai_prices")
+    heavy = ("asyncpg", "redis", "fastapi", "uvicorn", "pydantic_ai", "openai", "genai_prices", "httpx2")
     code = f"import sys, agentrun.cli; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
@@ -162,6 +163,74 @@ def test_the_crds_are_printed_as_they_are_in_the_source_tree(
     assert call(monkeypatch, "crds") == 0
     printed = list(yaml.safe_load_all(capsys.readouterr().out))
     assert printed == [yaml.safe_load((CRDS / f"{name}.yaml").read_text()) for name in ("agentruns", "crontasks")]
+
+
+CRON_TASK = """apiVersion: agentrun.dev/v1alpha1
+kind: CronTask
+metadata: {name: NAME}
+spec: {agentRunRef: {name: support}, schedule: "SCHEDULE", timeZone: ZONE, input: go on}
+"""
+
+
+def cron_task(name: str, schedule: str, zone: str = "Etc/UTC") -> str:
+    return CRON_TASK.replace("NAME", name).replace("SCHEDULE", schedule).replace("ZONE", zone)
+
+
+def test_next_slots_of_a_file_are_told_without_a_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tasks.yaml"
+    file.write_text("---\n".join([cron_task("nightly", "30 2 * * *", "America/New_York"), cron_task("hourly", "@hourly")]))
+
+    assert call(monkeypatch, "cron", "next", "nightly", "-f", str(file), "--count", "2", "--from", "2025-03-09T00:00Z") == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["NAME", "SLOT", "America/New_York"],
+        ["nightly", "2025-03-09T07:00Z", "Sun", "2025-03-09", "03:00", "EDT"],
+        ["nightly", "2025-03-10T06:30Z", "Mon", "2025-03-10", "02:30", "EDT"],
+    ]
+    assert call(monkeypatch, "cron", "next", "-f", str(file), "--json") == 0
+    assert [json.loads(line)["name"] for line in capsys.readouterr().out.splitlines()] == ["nightly"] * 5 + ["hourly"] * 5
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        (cron_task("task", "0 0 31 2 *"), "spec.schedule: the day does not exist"),
+        (cron_task("task", "0 9 * * * *"), "spec.schedule"),
+        (cron_task("task", "*/0 * * * *"), "spec.schedule"),
+        (cron_task("task", "60 * * * *"), "spec.schedule"),
+        (cron_task("task", "@daily", "Mars/Olympus"), "spec.timeZone: the time zone Mars/Olympus is not known"),
+        (MANIFEST.replace("NAME", "support"), "holds no CronTask"),
+    ],
+)
+def test_next_slots_of_a_file_that_cannot_be_followed_are_refused(
+    document: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "task.yaml"
+    file.write_text(document)
+    assert call(monkeypatch, "cron", "next", "-f", str(file)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert told in err
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({}, "AGENTRUN_API_KEY is not set"),
+        ({"AGENTRUN_API_KEY": "ar_ü"}, "AGENTRUN_API_KEY: no API key"),
+        ({"AGENTRUN_API_KEY": "ar_x", "AGENTRUN_URL": "gateway:8080"}, "AGENTRUN_URL: no address of a gateway"),
+    ],
+)
+def test_what_asks_a_gateway_says_what_is_not_set(
+    variables: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert call(monkeypatch, "cron", "list") == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+    assert "ar_x" not in err
 
 
 def test_dev_refuses_a_suspended_agent(

@@ -1,13 +1,14 @@
 """Schedules against their definition: a table of known days, and an oracle that walks minute by minute."""
 
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import islice, pairwise
 from uuid import UUID
 from zoneinfo import ZoneInfo
 
 import pytest
+from cron_expressions import EXPRESSIONS
+from cron_oracle import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -216,75 +217,9 @@ def test_a_hashed_day_is_in_every_month(seed: str) -> None:
     assert [slot.month for slot in slots] == list(range(1, 13))
 
 
-# The oracle: written from the definition alone, with sets of numbers, minute by minute
-
-_RANGES = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+# Against an oracle that is written from the definition alone, with sets of numbers, minute by minute
 
 
-def _values(text: str, low: int, high: int) -> set[int]:
-    found: set[int] = set()
-    for item in text.split(","):
-        base, _, step = item.partition("/")
-        if base == "*":
-            a, b = low, high
-        elif "-" in base:
-            a, b = (int(number) for number in base.split("-"))
-        else:
-            a, b = int(base), high if step else int(base)
-        found.update(number for number in range(a, b + 1) if (number - a) % int(step or 1) == 0)
-    return found
-
-
-class Oracle:
-    def __init__(self, expression: str, zone: str) -> None:
-        texts = expression.split()
-        minutes, hours, days, months, weekdays = (_values(t, a, b) for t, (a, b) in zip(texts, _RANGES, strict=True))
-        self._sets = (minutes, hours, days, months, {day % 7 for day in weekdays})
-        self._both = texts[2].startswith("*") or texts[4].startswith("*")
-        self._every_hour = len(hours) == 24
-        self._often = any("/" in text for text in texts[:2]) or len(minutes) == 60 or self._every_hour
-        self._zone = ZoneInfo(zone)
-
-    def _matches(self, wall: datetime) -> bool:
-        minutes, hours, days, months, weekdays = self._sets
-        day, weekday = wall.day in days, wall.isoweekday() % 7 in weekdays
-        right_day = (day and weekday) if self._both else (day or weekday)
-        return wall.minute in minutes and wall.hour in hours and wall.month in months and right_day
-
-    def slots(self, since: datetime, until: datetime) -> Iterator[datetime]:
-        """Later than `since`, up to `until`. Walls are followed for two days before, to know which have been seen."""
-        moment = since - timedelta(days=2)
-        newest_wall = None
-        while moment <= until:
-            wall = moment.astimezone(self._zone).replace(tzinfo=None)
-            fires = self._matches(wall)
-            if newest_wall is not None and wall <= newest_wall and not self._often:
-                fires = False  # seen before
-            if newest_wall is not None and not self._every_hour:
-                missing = newest_wall + MINUTE
-                while missing < wall:
-                    fires = fires or self._matches(missing)
-                    missing += MINUTE
-            newest_wall = wall if newest_wall is None else max(wall, newest_wall)
-            if fires and moment > since:
-                yield moment
-            moment += MINUTE
-
-
-def _field(low: int, high: int) -> st.SearchStrategy[str]:
-    number = st.integers(low, high)
-    span = st.tuples(number, number).map(sorted).map(lambda pair: f"{pair[0]}-{pair[1]}")
-    steps = st.integers(1, high - low)
-    stepped = steps.map(lambda step: f"*/{step}")
-    item = st.one_of(st.just("*"), number.map(str), span, stepped)
-    return st.lists(item, min_size=1, max_size=3).map(",".join)
-
-
-EXPRESSIONS = st.one_of(
-    st.tuples(*(_field(low, high) for low, high in _RANGES)).map(" ".join),
-    st.tuples(_field(0, 59), _field(0, 4)).map(lambda pair: f"{pair[0]} {pair[1]} * * *"),
-    st.tuples(st.integers(0, 59), st.integers(0, 3)).map(lambda pair: f"{pair[0]} {pair[1]} * * *"),
-)
 CHANGES = {
     "Etc/UTC": ["2026-03-29T01:00", "2028-02-29T00:00"],
     BERLIN: ["2026-03-29T01:00", "2026-10-25T01:00"],

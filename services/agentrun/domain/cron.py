@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import lru_cache
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cronsim import CronSim, CronSimError
@@ -182,6 +183,7 @@ def seed(namespace: str, name: str) -> str:
     return f"{namespace}/{name}"
 
 
+@lru_cache(maxsize=4096)
 def parse(schedule: str, time_zone: str, *, seed: str) -> Schedule:
     """The schedule; what H stands for is chosen from `seed`, the same for the same one. Raises CronError."""
     texts = _texts(schedule)

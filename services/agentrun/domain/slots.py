@@ -36,6 +36,11 @@ def run_key(uid: UUID, slot: datetime) -> str:
     return f"cron:{uid}:{minute(slot)}"
 
 
+def manual_key(uid: UUID, client_id: str) -> str:
+    """The idempotency key of a run that somebody asked for under an id of theirs."""
+    return f"cron:{uid}:manual:{client_id}"
+
+
 def user(task: str) -> str:
     """To whom the runs of a CronTask belong, by its name."""
     return f"cron:{task}"
@@ -44,6 +49,11 @@ def user(task: str) -> str:
 def slot_session(task: str, slot: datetime) -> str:
     """The session of one slot, where each has its own."""
     return f"cron:{task}:{minute(slot)}"
+
+
+def manual_session(task: str, client_id: str) -> str:
+    """The session of a run that somebody asked for, where each has its own."""
+    return f"cron:{task}:manual:{client_id}"
 
 
 def jitter(uid: UUID, slot: datetime, *, most: int) -> timedelta:

@@ -12,24 +12,24 @@ from typing import Protocol
 from uuid import UUID
 
 import asyncpg
-import msgspec
 import structlog
 
 from agentrun import failpoints
-from agentrun.domain import idempotency, slots
-from agentrun.domain.errors import AgentrunError
+from agentrun.domain import slots
+from agentrun.domain.errors import AgentrunError, StoreUnavailable
 from agentrun.domain.slots import STARTED
 from agentrun.domain.states import RunStatus
-from agentrun.scheduler import tasks
-from agentrun.scheduler.decision import Concurrency, decide
-from agentrun.scheduler.tasks import Task
+from agentrun.schedules import tasks
+from agentrun.schedules.decision import Concurrency, decide
+from agentrun.schedules.starting import Owner, start_slots
+from agentrun.schedules.tasks import Task
 from agentrun.store import cron_tasks, transitions
 from agentrun.store import slots as table
 from agentrun.store.cron_tasks import Locked
 from agentrun.store.ids import new_id
 from agentrun.store.pool import Connection, Pool, unavailable
 from agentrun.store.slots import Slot, Started
-from agentrun.store.transitions import Reason, Submission, TakenOver, TakeOver
+from agentrun.store.transitions import Reason, TakenOver, TakeOver
 from agentrun.telemetry import RUNS_FINISHED, SLOT_DELAY, SLOTS, TAKEOVERS
 
 _REFUSED = (asyncpg.PostgresError, asyncpg.InterfaceError)
@@ -138,38 +138,17 @@ class Firing:
 
     async def _start(self, conn: Connection, uid: UUID, task: Task, starting: Sequence[datetime], news: News) -> str | None:
         """Stores the runs of slots, all or none. Why they cannot be stored, None if they are."""
-        group = [self._submission(uid, task, slot) for slot in starting]
+        wanted = [Started(slot, new_id(), _not_before(uid, task, slot)) for slot in starting]
         try:
             async with conn.transaction():
-                found = await transitions.submit(conn, group)
-                started = [
-                    Started(slot, run.run_id, _not_before(uid, task, slot)) for slot, run in zip(starting, found, strict=True)
-                ]
-                await table.link(conn, uid, started)
+                found = await start_slots(conn, Owner(self._agent, uid, task), wanted)
         except _REFUSED as error:
+            if conn.is_closed():
+                raise StoreUnavailable("the connection was lost while runs of slots were stored") from error
             _log.error("a scheduled run cannot be stored", cron_task=task.name, slots=len(starting), error=str(error))
             return f"the run could not be stored: {error}"
-        news.heads.extend(run.run_id for run, one in zip(found, started, strict=True) if run.is_head and one.not_before is None)
+        news.heads.extend(run.run_id for run, one in zip(found, wanted, strict=True) if run.is_head and one.not_before is None)
         return None
-
-    def _submission(self, uid: UUID, task: Task, slot: datetime) -> Submission:
-        text = slots.fill(task.input, task=task.name, slot=slot)
-        body = idempotency.canonical({"input": text})
-        session = task.fixed_session or slots.slot_session(task.name, slot)
-        return Submission(
-            run_id=new_id(),
-            session_id=new_id(),
-            input_id=new_id(),
-            agent=self._agent,
-            user_id=slots.user(task.name),
-            external_id=session,
-            session_given=session,
-            idempotency_key=slots.run_key(uid, slot),
-            client_key=None,
-            body_hash=idempotency.body_hash(body),
-            body=body.decode(),
-            content=msgspec.json.encode(text).decode(),
-        )
 
 
 def _not_before(uid: UUID, task: Task, slot: datetime) -> datetime | None:

@@ -23,12 +23,14 @@ from agentrun.maintenance.tidying import Tidying
 from agentrun.manifests import AgentRun
 from agentrun.scheduler.announcing import BusAnnouncer
 from agentrun.scheduler.loop import Firing
+from agentrun.scheduler.watching import Watching
 from agentrun.settings import Settings
 from agentrun.store.pool import Pool, create_pool
 
 SLOT_SECONDS = 1.0
 SWEEP_SECONDS = 1.0
 TIDY_SECONDS = 30.0
+WATCH_SECONDS = 15.0
 CLOSE_SECONDS = 5.0
 
 _log = structlog.get_logger(__name__)
@@ -66,6 +68,8 @@ async def run(settings: Settings, manifest: AgentRun, *, stop: asyncio.Event | N
                     suspended=manifest.spec.suspend,
                 )
                 supervisor.every("slots", SLOT_SECONDS, firing.tick)
+                watching = Watching(pool, namespace=settings.namespace, suspended=manifest.spec.suspend)
+                supervisor.every("watch-cron-tasks", WATCH_SECONDS, watching.tick)
                 await stop.wait()
                 await supervisor.stop()
                 await stream.aclose()

@@ -8,13 +8,19 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
+import asyncpg
+
 from agentrun.domain.slots import SlotOutcome
 from agentrun.store.pool import Connection, Executor, unavailable
 
 ACTIVE_SHOWN = 20
 """How many unfinished runs of a CronTask `states` names."""
+RECENT_SHOWN = 5
+"""How many decided slots of a CronTask `states` names."""
 HOLD_SECONDS = 10
 """How long a scheduler that hangs in a transaction may hold a CronTask: Postgres ends its session then."""
+MOST_COUNTED = 20
+"""How far `lapses` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,8 @@ class TaskState:
     """What has come of a CronTask.
 
     `next_slot` is None as long as no scheduler has looked at this generation. `last_success` is the end of the newest slot's run
-    that succeeded. `active` are unfinished runs, oldest first, at most ACTIVE_SHOWN.
+    that succeeded. `active` are unfinished runs, oldest first, at most ACTIVE_SHOWN. `recent` are the newest slots, newest first, at most
+    RECENT_SHOWN; the last slot is the first of them.
     """
 
     uid: UUID
@@ -59,6 +66,22 @@ class TaskState:
     last_outcome: SlotOutcome | None
     last_success: datetime | None
     active: tuple[UUID, ...]
+    recent: tuple[tuple[datetime, SlotOutcome], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Lapse:
+    """How many slots of a CronTask were decided since the newest one whose run succeeded, at most MOST_COUNTED.
+
+    Only slots of the present times count, and none that was skipped because of a suspension. Slots after `decided_through` are not
+    decided yet; `now` is Postgres' clock.
+    """
+
+    name: str
+    spec: str
+    decided: int
+    decided_through: datetime
+    now: datetime
 
 
 # Deletions first: they wait for a scheduler that is just deciding, so that what it decided is seen by the statement after this one.
@@ -146,6 +169,42 @@ async def lock(conn: Connection, uid: UUID) -> Locked | None:
     return Locked(Schedule(*row[:4]), row[4], row[5]) if row else None
 
 
+async def lock_named(conn: Connection, name: str) -> Locked | None:
+    """Takes the row of the CronTask that has this name now; waits for a scheduler that has it. None: there is none.
+
+    Raises StoreUnavailable.
+    """
+    with unavailable():
+        await conn.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{HOLD_SECONDS}s'")
+        row = await conn.fetchrow(
+            """SELECT uid, generation, spec, slots_from, decided_through, clock_timestamp() FROM cron_tasks
+               WHERE spec ->> 'name' = $1 AND deleted_at IS NULL FOR NO KEY UPDATE""",
+            name,
+        )
+    return Locked(Schedule(*row[:4]), row[4], row[5]) if row else None
+
+
+async def uids_of(conn: Executor, name: str) -> list[UUID]:
+    """The CronTask of this name and its predecessors. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch("SELECT uid FROM cron_tasks WHERE spec ->> 'name' = $1 ORDER BY uid", name)
+    return [row["uid"] for row in rows]
+
+
+async def named(conn: Executor, *, name: str | None = None, after: str | None = None, limit: int = 1) -> list[Schedule]:
+    """The schedules that are not deleted, by name: the one called `name`, or those after a name. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT uid, generation, spec, slots_from FROM cron_tasks WHERE deleted_at IS NULL
+               AND ($1::text IS NULL OR spec ->> 'name' = $1) AND ($2::text IS NULL OR (spec ->> 'name') COLLATE "C" > $2)
+               ORDER BY (spec ->> 'name') COLLATE "C" LIMIT $3""",
+            name,
+            after,
+            limit,
+        )
+    return [Schedule(row[0], row[1], row[2], row[3]) for row in rows]
+
+
 async def note(conn: Executor, locked: Locked, *, decided_through: datetime | None, next_slot: datetime | None) -> None:
     """Notes how far a locked schedule is decided, and when there is something to decide again. Raises StoreUnavailable."""
     with unavailable():
@@ -160,22 +219,46 @@ async def note(conn: Executor, locked: Locked, *, decided_through: datetime | No
         )
 
 
-async def states(conn: Executor) -> list[TaskState]:
-    """What has come of each schedule that is not deleted. Raises StoreUnavailable."""
+async def states(conn: Executor, only: Collection[UUID] | None = None) -> list[TaskState]:
+    """What has come of each schedule that is not deleted, or of some. Raises StoreUnavailable."""
     with unavailable():
         rows = await conn.fetch(
-            """SELECT t.uid, t.generation, CASE WHEN t.decided_generation = t.generation THEN t.next_slot END, l.slot, l.outcome,
+            """SELECT t.uid, t.generation, CASE WHEN t.decided_generation = t.generation THEN t.next_slot END, l.slots, l.outcomes,
                       (SELECT r.finished_at FROM slots s JOIN runs r ON r.id = s.run_id
                        WHERE s.task = t.uid AND r.status = 'succeeded' ORDER BY s.slot DESC LIMIT 1),
                       ARRAY (SELECT a.id FROM runs a WHERE a.cron_task = t.uid AND a.status IN ('pending', 'running')
                              ORDER BY a.id LIMIT $1)
                FROM cron_tasks t
-               LEFT JOIN LATERAL (
-                   SELECT s.slot, CASE WHEN r.status = 'failed' THEN 'failed' ELSE s.outcome END AS outcome
-                   FROM slots s LEFT JOIN runs r ON r.id = s.run_id WHERE s.task = t.uid ORDER BY s.slot DESC LIMIT 1) l ON true
-               WHERE t.deleted_at IS NULL""",
+               CROSS JOIN LATERAL (
+                   SELECT array_agg(n.slot ORDER BY n.slot DESC) AS slots, array_agg(n.outcome ORDER BY n.slot DESC) AS outcomes FROM (
+                       SELECT s.slot, CASE WHEN r.status = 'failed' THEN 'failed' ELSE s.outcome END AS outcome
+                       FROM slots s LEFT JOIN runs r ON r.id = s.run_id WHERE s.task = t.uid ORDER BY s.slot DESC LIMIT $3) n) l
+               WHERE t.deleted_at IS NULL AND ($2::uuid[] IS NULL OR t.uid = ANY ($2))""",
             ACTIVE_SHOWN,
+            None if only is None else list(only),
+            RECENT_SHOWN,
         )
-    return [
-        TaskState(row[0], row[1], row[2], row[3], SlotOutcome(row[4]) if row[4] else None, row[5], tuple(row[6])) for row in rows
-    ]
+    return [_state(row) for row in rows]
+
+
+def _state(row: asyncpg.Record) -> TaskState:
+    recent = tuple((slot, SlotOutcome(outcome)) for slot, outcome in zip(row[3] or (), row[4] or (), strict=True))
+    last_slot, last_outcome = recent[0] if recent else (None, None)
+    return TaskState(row[0], row[1], row[2], last_slot, last_outcome, row[5], tuple(row[6]), recent)
+
+
+async def lapses(conn: Executor) -> list[Lapse]:
+    """Of each schedule that is neither deleted nor suspended. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT t.spec ->> 'name', t.spec, (
+                   SELECT count(*) FROM (
+                       SELECT s.outcome, bool_or(coalesce(r.status = 'succeeded', false)) OVER (ORDER BY s.slot DESC) AS succeeded
+                       FROM (SELECT * FROM slots WHERE task = t.uid AND slot > t.slots_from ORDER BY slot DESC LIMIT $1) s
+                       LEFT JOIN runs r ON r.id = s.run_id) since
+                   WHERE NOT since.succeeded AND since.outcome <> 'skipped_suspended'),
+                   greatest(t.slots_from, t.decided_through), now()
+               FROM cron_tasks t WHERE t.deleted_at IS NULL AND t.spec -> 'suspend' IS DISTINCT FROM 'true'::jsonb ORDER BY t.uid""",
+            MOST_COUNTED,
+        )
+    return [Lapse(row[0], row[1], row[2], row[3], row[4]) for row in rows]

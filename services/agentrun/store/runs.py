@@ -157,6 +157,13 @@ async def by_client_key(conn: Executor, *, agent: str, user_id: str, session_giv
     return KeyedRun(row[0], row[1], row[2], RunStatus(row[3]), row[4]) if row else None
 
 
+async def by_keys(conn: Executor, keys: Sequence[str]) -> dict[str, UUID]:
+    """Which of these idempotency keys have a run. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch("SELECT idempotency_key, id FROM runs WHERE idempotency_key = ANY ($1)", list(keys))
+    return {row[0]: row[1] for row in rows}
+
+
 async def list_runs(
     conn: Executor,
     *,

@@ -8,6 +8,9 @@ from uuid import UUID
 from agentrun.domain.slots import SlotOutcome
 from agentrun.store.pool import Executor, unavailable
 
+FEWEST = 5
+"""So many slots are remembered at least: an alert counts those without success."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -65,6 +68,25 @@ async def link(conn: Executor, task: UUID, started: Sequence[Started]) -> None:
         )
 
 
+async def adopt(conn: Executor, task: UUID, run_ids: Sequence[UUID]) -> None:
+    """Makes submitted runs a CronTask's own, though they are of no slot. Raises StoreUnavailable."""
+    with unavailable():
+        await conn.execute("UPDATE runs SET cron_task = $1 WHERE id = ANY ($2) AND cron_task IS NULL", task, list(run_ids))
+
+
+async def backfill(conn: Executor, task: UUID, wanted: Sequence[datetime]) -> None:
+    """Says of slots that their runs are made up for, whatever was said before. Raises StoreUnavailable."""
+    with unavailable():
+        await conn.execute(
+            """INSERT INTO slots (task, slot, outcome, detail) SELECT $1, n.slot, $3, $4 FROM unnest($2::timestamptz[]) AS n (slot)
+               ORDER BY n.slot ON CONFLICT (task, slot) DO UPDATE SET outcome = excluded.outcome, detail = excluded.detail""",
+            task,
+            list(wanted),
+            SlotOutcome.LATE.value,
+            "backfilled",
+        )
+
+
 async def fail(conn: Executor, task: UUID, failed: Sequence[datetime], detail: str) -> None:
     """Says of slots that their runs could not be stored, and why. Raises StoreUnavailable."""
     with unavailable():
@@ -78,20 +100,24 @@ async def fail(conn: Executor, task: UUID, failed: Sequence[datetime], detail: s
 
 
 async def prune(conn: Executor, task: UUID, *, keep: int) -> None:
-    """Forgets all but the newest `keep` slots of a CronTask; their runs stay. Raises StoreUnavailable."""
+    """Forgets all but the newest `keep` slots of a CronTask, or FEWEST; their runs stay. Raises StoreUnavailable."""
     with unavailable():
         await conn.execute(
             """DELETE FROM slots WHERE task = $1
                AND slot <= (SELECT slot FROM slots WHERE task = $1 ORDER BY slot DESC OFFSET $2 LIMIT 1)""",
             task,
-            keep,
+            max(keep, FEWEST),
         )
 
 
-async def history(conn: Executor, task: UUID, *, limit: int = 100) -> list[Slot]:
-    """The newest slots of a CronTask, newest first. Raises StoreUnavailable."""
+async def history(conn: Executor, task: UUID, *, limit: int = 100, before: datetime | None = None) -> list[Slot]:
+    """The newest slots of a CronTask (that are older than `before`), newest first. Raises StoreUnavailable."""
     with unavailable():
         rows = await conn.fetch(
-            "SELECT slot, outcome, detail, run_id FROM slots WHERE task = $1 ORDER BY slot DESC LIMIT $2", task, limit
+            """SELECT slot, outcome, detail, run_id FROM slots WHERE task = $1 AND ($3::timestamptz IS NULL OR slot < $3)
+               ORDER BY slot DESC LIMIT $2""",
+            task,
+            limit,
+            before,
         )
     return [Slot(row[0], SlotOutcome(row[1]), row[2], row[3]) for row in rows]

@@ -6,7 +6,7 @@ import msgspec
 
 from agentrun.domain import cron
 from agentrun.domain.cron import Schedule
-from agentrun.scheduler.decision import CatchUp, Concurrency, Rules
+from agentrun.schedules.decision import CatchUp, Concurrency, Rules
 
 
 class _Session(msgspec.Struct, rename="camel", frozen=True):

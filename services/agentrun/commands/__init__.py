@@ -1,0 +1,1 @@
+"""Commands for people that ask a running gateway."""
