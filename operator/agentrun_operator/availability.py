@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from agentrun_operator.checks import Finding, no
 from agentrun_operator.conditions import Status, age, find, seconds_since
 from agentrun_operator.facts import Object, ScalingState
-from agentrun_operator.pod_troubles import AGAIN_SECONDS, may_be_in_trouble
+from agentrun_operator.pod_troubles import again_after, may_be_in_trouble
 from agentrun_operator.reasons import ConditionType, Reason
 from agentrun_operator.render.labels import DESIRED_DIGEST, TEMPLATE_DIGEST, selector
 from agentrun_operator.render.names import SERVING, Component
@@ -104,7 +104,7 @@ def _available(situation: Situation, component: Component, kind: ConditionType, 
     trouble = situation.observed.troubles.get(component)
     because = f": {trouble}" if trouble else ""
     advice = f"kubectl describe pods -n {situation.observed.key.namespace} -l agentrun.dev/agentrun={situation.observed.key.name}"
-    failed = Finding(Status.FALSE, Reason.UNAVAILABLE, f"no pod of {name} is ready{because}; {advice}")
+    failed = Finding(Status.FALSE, Reason.UNAVAILABLE, f"no pod of {name} is ready{because}; {advice}", again=_look(situation))
     if old is not None and old.get("status") == Status.FALSE and deployment is not None:
         return failed
     if component is Component.GATEWAY and old is not None and old.get("status") == Status.TRUE:
@@ -116,7 +116,9 @@ def _available(situation: Situation, component: Component, kind: ConditionType, 
     if left <= 0:
         return failed
     message = f"{name} does not start{because}; {advice}" if trouble else f"{name} starts; if it takes long: {advice}"
-    return Finding(Status.UNKNOWN, Reason.STARTING, message, again=min(left + 1.0, AGAIN_SECONDS))
+    return Finding(
+        Status.UNKNOWN, Reason.STARTING, message, again=min(left + 1.0, again_after(situation.observed.troubled_seconds))
+    )
 
 
 def _rolling_out(situation: Situation, changing: frozenset[Component]) -> Finding | None:
@@ -131,17 +133,25 @@ def _rolling_out(situation: Situation, changing: frozenset[Component]) -> Findin
                 Reason.ROLLING_OUT,
                 f"pods of the {component} are being replaced{f', and the new ones do not start: {trouble}' if trouble else ''}; "
                 f"kubectl get pods -n {where.namespace} -l agentrun.dev/agentrun={where.name}",
-                again=AGAIN_SECONDS if may_be_in_trouble(situation.observed.children) else None,
+                again=_look(situation),
             )
     scheduler = situation.child(Component.SCHEDULER)
     if scheduler is not None and count(scheduler, "availableReplicas") == 0:
-        where = situation.observed.key
+        where, trouble = situation.observed.key, situation.observed.troubles.get(Component.SCHEDULER)
         return Finding(
             Status.FALSE,
             Reason.SCHEDULER_UNAVAILABLE,
-            f"no pod of the scheduler is ready; kubectl describe pods -n {where.namespace} -l agentrun.dev/agentrun={where.name}",
+            f"no pod of the scheduler is ready{f': {trouble}' if trouble else ''}; "
+            f"kubectl describe pods -n {where.namespace} -l agentrun.dev/agentrun={where.name}",
+            again=_look(situation),
         )
     return None
+
+
+def _look(situation: Situation) -> float | None:
+    """When to look at the pods again."""
+    observed = situation.observed
+    return again_after(observed.troubled_seconds) if may_be_in_trouble(observed.children) else None
 
 
 def _roll_out_failed(situation: Situation, changing: frozenset[Component]) -> Finding | None:

@@ -1,6 +1,6 @@
 """Why pods of an AgentRun do not start, in a line that a person can act on. Pure.
 
-Pods are not watched: they are listed only while some are missing, and another look is asked for then (AGAIN_SECONDS).
+Pods are not watched: they are listed only while some are missing, and another look is asked for then, the later the longer it lasts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ from agentrun_operator.render.names import Component
 from agentrun_operator.resources import DEPLOYMENTS, JOBS, Ref
 
 AGAIN_SECONDS = 10.0
+LONGEST_AGAIN_SECONDS = 300.0
 _JOB = "batch.kubernetes.io/job-name"
 _LONGEST = 600
 
@@ -36,6 +37,11 @@ def may_be_in_trouble(children: Mapping[Ref, Object]) -> bool:
         or (ref.resource == DEPLOYMENTS and (body.get("status") or {}).get("unavailableReplicas"))
         for ref, body in children.items()
     )
+
+
+def again_after(seconds: float) -> float:
+    """Seconds until the next look at pods of which nothing new has been seen for `seconds`: half as long, from 10 s to 5 minutes."""
+    return min(max(AGAIN_SECONDS, seconds / 2.0), LONGEST_AGAIN_SECONDS)
 
 
 def troubles(pods: Sequence[Object]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import pytest
 from operator_world import World, settled
 
 from agentrun_operator.facts import SecretPresence, SecretState
-from agentrun_operator.pod_troubles import AGAIN_SECONDS, may_be_in_trouble, troubles
+from agentrun_operator.pod_troubles import AGAIN_SECONDS, again_after, may_be_in_trouble, troubles
 from agentrun_operator.reasons import ConditionType
 from agentrun_operator.render.names import Component, component
 from agentrun_operator.resources import JOBS, Ref
@@ -63,6 +63,27 @@ def test_pods_are_looked_at_only_while_some_are_missing() -> None:
     assert not may_be_in_trouble(world.observed.children)
     world.set_status(component(world.key, Component.WORKER), {"replicas": 1, "unavailableReplicas": 1})
     assert may_be_in_trouble(world.observed.children)
+
+
+def test_looks_at_pods_come_less_and_less_often() -> None:
+    assert [again_after(age) for age in (0, 10, 20, 40, 300, 600, 86_400)] == [10, 10, 10, 20, 150, 300, 300]
+    ages = [age / 2 for age in range(4000)]
+    assert sorted(map(again_after, ages)) == [again_after(age) for age in ages], "never sooner than before"
+
+
+@pytest.mark.parametrize("part", ["gateway", "worker"])
+def test_what_lasts_is_looked_at_seldom_and_what_is_new_soon(part: str) -> None:
+    world = settled()
+    world.edit(image="agentrun:2")
+    world.reconcile()
+    world.migrate()
+    world.reconcile()
+    ref = component(world.key, Component(part))
+    world.set_status(ref, {**world.observed.children[ref]["status"], "unavailableReplicas": 1})
+    world.change(troubles={part: NO_IMAGE}, troubled_seconds=1800.0)
+    assert world.reconcile().requeue_after == 300.0
+    world.change(troubled_seconds=0.0)
+    assert world.reconcile().requeue_after == AGAIN_SECONDS
 
 
 def test_the_condition_of_a_failed_migration_names_the_statement() -> None:
