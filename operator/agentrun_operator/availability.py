@@ -5,7 +5,7 @@ Workers that start again from zero do not take Ready away: messages are taken an
 
 from collections.abc import Mapping
 
-from agentrun_operator.checks import Finding, no
+from agentrun_operator.checks import Finding
 from agentrun_operator.conditions import Status, age, find, seconds_since
 from agentrun_operator.facts import Object, ScalingState
 from agentrun_operator.pod_troubles import again_after, may_be_in_trouble
@@ -98,10 +98,11 @@ def _available(situation: Situation, component: Component, kind: ConditionType, 
         return Finding(
             Status.UNKNOWN, Reason.NOT_EVALUATED, f"{name} is not made before Accepted, SchemaReady and QueueReady allow it"
         )
-    if deployment is not None and count(deployment, "availableReplicas") > 0:
-        return Finding(Status.TRUE, Reason.AVAILABLE, f"{name} is up")
-    old = situation.old_condition(kind)
     trouble = situation.observed.troubles.get(component)
+    if deployment is not None and count(deployment, "availableReplicas") > 0:
+        but = f", but not all of its pods: {trouble}" if trouble else ""
+        return Finding(Status.TRUE, Reason.AVAILABLE, f"{name} is up{but}", again=_look(situation) if trouble else None)
+    old = situation.old_condition(kind)
     because = f": {trouble}" if trouble else ""
     advice = f"kubectl describe pods -n {situation.observed.key.namespace} -l agentrun.dev/agentrun={situation.observed.key.name}"
     failed = Finding(Status.FALSE, Reason.UNAVAILABLE, f"no pod of {name} is ready{because}; {advice}", again=_look(situation))
@@ -164,14 +165,14 @@ def _roll_out_failed(situation: Situation, changing: frozenset[Component]) -> Fi
         if progress is None or progress.get("status") != Status.FALSE or progress.get("reason") != _GAVE_UP:
             continue
         if is_observed(deployment) or situation.was(ConditionType.READY, Reason.ROLL_OUT_FAILED):
-            said = str(progress.get("message") or _GAVE_UP).rstrip(".")
+            said = situation.observed.troubles.get(component) or str(progress.get("message") or _GAVE_UP).rstrip(".")
             where = situation.observed.key
             labels = ",".join(f"{name}={value}" for name, value in selector(where.name, component).items())
-            return no(
-                Reason.ROLL_OUT_FAILED,
+            message = (
                 f"the new pods of the {component} do not come up ({said}): see kubectl describe pods -n {where.namespace} -l {labels}; "
-                "correct what keeps them from it, or go back to the former spec",
+                "correct what keeps them from it, or go back to the former spec"
             )
+            return Finding(Status.FALSE, Reason.ROLL_OUT_FAILED, message, again=_look(situation))
     return None
 
 

@@ -122,7 +122,7 @@ class Observer:
         known = self._troubled.get(key)
         try:
             listed = await self._kube.list(PODS, namespace=key.namespace, labels=f"{AGENTRUN_LABEL}={instance_of(key.name)}")
-            found = troubles(listed.items)
+            found = troubles(listed.items, children, now=now)
         except KubeError:
             found = known[0] if known else {}
         if known is None or known[0] != found:

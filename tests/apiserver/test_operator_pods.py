@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kube_client import Document, Kube, set_pod_container
+from kube_client import Document, Kube, set_pod_container, set_pod_ready
 from kube_front import KubeFront, kube_front
 from kube_servers import KubeServer
 from operator_cluster import PARTS, Cluster
@@ -85,3 +85,113 @@ async def test_pods_that_never_start_are_asked_for_less_and_less_often_and_new_t
     again = await looks(cluster, front, within=60)
     assert len(again) >= 4, again
     assert "is no name of an image" in await cluster.message("GatewayAvailable")
+
+
+async def says(cluster: Cluster, kind: str, words: str) -> None:
+    """After a reconcile the condition has these words, and a second reconcile writes nothing."""
+    await cluster.reconcile()
+    assert words in await cluster.message(kind), await cluster.message(kind)
+    before = await cluster.versions()
+    assert await cluster.reconcile() is not None, "and it is looked at again"
+    assert await cluster.versions() == before
+
+
+@pytest.mark.parametrize(("part", "kind"), [("gateway", "GatewayAvailable"), ("worker", "WorkersAvailable")])
+async def test_a_crash_is_told_once_and_also_when_it_comes_after_available_was_false(
+    cluster: Cluster, part: str, kind: str
+) -> None:
+    await says(cluster, kind, "starts")
+    cluster.later += timedelta(seconds=180)
+    await cluster.reconcile()
+    assert await cluster.says(kind) == "False Unavailable"
+
+    ended = {"terminated": {"exitCode": 3, "reason": "Error"}}
+    await say(cluster, part, restarts=4, last=ended, waiting={"reason": "CrashLoopBackOff", "message": "back-off 40s"})
+    await says(cluster, kind, "its container ends soon after each start, with exit code 3; kubectl logs --previous")
+    before = await cluster.versions()
+    await say(cluster, part, restarts=5, **ended)
+    await cluster.reconcile()
+    await say(cluster, part, restarts=6, last=ended, waiting={"reason": "CrashLoopBackOff", "message": "back-off 1m20s"})
+    await cluster.reconcile()
+    after = await cluster.versions()
+    assert after["agentruns/support"] == before["agentruns/support"], "each phase is the same news"
+
+    killed = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    await say(cluster, part, restarts=7, last=killed, waiting={"reason": "CrashLoopBackOff", "message": "back-off 2m40s"})
+    await says(cluster, kind, f"(OOMKilled); raise spec.{'workers' if part == 'worker' else part}.resources.limits")
+
+
+async def test_a_scheduler_that_crashes_is_told_where_ready_says_that_it_is_away(cluster: Cluster) -> None:
+    for part in ("gateway", "worker"):
+        for pod in await pods(cluster, part):
+            await set_pod_ready(cluster.kube, pod)
+    ended = {"terminated": {"exitCode": 2, "reason": "Error"}}
+    await say(cluster, "scheduler", restarts=1, last=ended, waiting={"reason": "CrashLoopBackOff", "message": "back-off 10s"})
+
+    async def is_told() -> bool:
+        await cluster.reconcile()
+        return "with exit code 2" in await cluster.message("Ready")
+
+    await eventually(is_told, within=30, what="Ready tells of the scheduler")
+    assert await cluster.says("GatewayAvailable") == "True Available"
+
+
+async def test_messages_with_ids_that_change_each_time_are_written_once(cluster: Cluster) -> None:
+    message = 'failed to reserve container name "worker_x_{}": name "worker_x_{}" is reserved for "{}"'
+    versions = set()
+    for number, container in enumerate(("ab12" * 16, "cd34" * 16, "ef56" * 16)):
+        waits = {"reason": "CreateContainerError", "message": message.format(number, number, container)}
+        await say(cluster, "worker", waiting=waits)
+        await cluster.reconcile()
+        versions.add((await cluster.versions())["agentruns/support"])
+    assert len(versions) == 1
+    assert "failed to reserve container name" in await cluster.message("WorkersAvailable")
+
+
+async def test_the_present_template_is_meant_and_not_the_former_one(cluster: Cluster) -> None:
+    await say(cluster, "gateway", waiting={"reason": "CreateContainerConfigError", "message": "of the former one"})
+    await says(cluster, "GatewayAvailable", "of the former one")
+    former = {pod["metadata"]["name"] for pod in await pods(cluster, "gateway")}
+    await cluster.edit({"podTemplate": {"env": [{"name": "A", "value": "b"}]}})
+    await cluster.reconcile()
+
+    async def new() -> list[Document]:
+        return [pod for pod in await pods(cluster, "gateway") if pod["metadata"]["name"] not in former]
+
+    await eventually(new, within=60, what="pods of the new template are made")
+    await cluster.reconcile()
+    assert former & {pod["metadata"]["name"] for pod in await pods(cluster, "gateway")}, "and the former ones are still there"
+    assert "of the former one" not in await cluster.message("GatewayAvailable")
+    for pod in await new():
+        await set_pod_container(
+            cluster.kube, pod, waiting={"reason": "CreateContainerConfigError", "message": "of the present one"}
+        )
+    await says(cluster, "GatewayAvailable", "of the present one")
+
+
+async def test_a_quota_that_refuses_pods_is_passed_on_and_forgotten_when_it_is_gone(cluster: Cluster) -> None:
+    quota: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "small"},
+        "spec": {"hard": {"pods": "1"}},
+    }
+    await cluster.kube.create("resourcequotas", cluster.namespace, quota)
+    full = {"status": {"hard": {"pods": "1"}, "used": {"pods": "1"}}}
+    await cluster.kube.patch("resourcequotas", cluster.namespace, "small", full, subresource="status")
+    for pod in await pods(cluster, "worker"):
+        await cluster.kube.delete("pods", cluster.namespace, pod["metadata"]["name"])
+
+    async def is_refused() -> bool:
+        await cluster.reconcile()
+        return "exceeded quota: small" in await cluster.message("WorkersAvailable")
+
+    await eventually(is_refused, within=60, what="the quota is named")
+    await says(cluster, "WorkersAvailable", "its pods are refused (pods is forbidden: exceeded quota: small, requested: pods=1")
+    await cluster.kube.delete("resourcequotas", cluster.namespace, "small")
+
+    async def is_forgotten() -> bool:
+        await cluster.reconcile()
+        return "quota" not in await cluster.message("WorkersAvailable")
+
+    await eventually(is_forgotten, within=120, what="the quota is forgotten")
