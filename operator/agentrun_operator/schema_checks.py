@@ -154,7 +154,7 @@ def _unfinished(situation: Situation, name: str, job: Object) -> Finding:
         return unknown(
             Reason.MIGRATING,
             f"the pod of the Job {name} has not started for minutes; "
-            f"kubectl describe pods -n {situation.observed.key.namespace} -l job-name={name}",
+            f"kubectl describe -n {situation.observed.key.namespace} job/{name}, and pods -l job-name={name}",
             again=again,
         )
     return unknown(

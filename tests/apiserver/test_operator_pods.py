@@ -195,3 +195,75 @@ async def test_a_quota_that_refuses_pods_is_passed_on_and_forgotten_when_it_is_g
         return "quota" not in await cluster.message("WorkersAvailable")
 
     await eventually(is_forgotten, within=120, what="the quota is forgotten")
+
+
+def job_pod(job: Document) -> Document:
+    """As the controller of Jobs makes it."""
+    template, name = job["spec"]["template"], job["metadata"]["name"]
+    labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": name}
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"], "controller": True}
+    metadata = {"name": f"{name}-x", "labels": labels, "ownerReferences": [owner]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+async def migrating(cluster: Cluster, name: str) -> Document:
+    """A new AgentRun's Job; its pod has not been made."""
+    cluster.stores.has(0)
+    await cluster.create(name, image="nope:1")
+    await cluster.reconcile(name)
+    (job,) = [one for one in await cluster.kube.list("jobs", cluster.namespace) if one["metadata"]["name"].startswith(f"{name}-")]
+    status = {"status": {"active": 1, "ready": 0}}
+    return await cluster.kube.patch("jobs", cluster.namespace, job["metadata"]["name"], status, subresource="status")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ({"containerStatuses": [{"state": {"waiting": NO_IMAGE}}]}, "the image nope:1 cannot be pulled"),
+        (
+            {
+                "conditions": [
+                    {"type": "PodScheduled", "reason": "Unschedulable", "message": "0/2 nodes are available: 2 Too many pods."}
+                ]
+            },
+            "no node has room for its pods (Too many pods)",
+        ),
+    ],
+)
+async def test_a_migration_whose_pod_cannot_start_says_why_at_once_and_until_it_runs(
+    cluster: Cluster, status: Document, said: str
+) -> None:
+    job = await migrating(cluster, "other")
+    pod = await cluster.kube.create("pods", cluster.namespace, job_pod(job))
+    await set_pod_container(cluster.kube, pod, waiting={"reason": "ContainerCreating"})
+    for container in status.get("containerStatuses", ()):
+        await set_pod_container(cluster.kube, pod, **container["state"])
+    if "conditions" in status:
+        conditions = [{"status": "False", **one} for one in status["conditions"]]
+        await cluster.kube.patch(
+            "pods", cluster.namespace, pod["metadata"]["name"], {"status": {"conditions": conditions}}, subresource="status"
+        )
+    for later in (0, 400, 86_400):
+        cluster.later += timedelta(seconds=later)
+        assert await cluster.reconcile("other") is not None
+        assert await cluster.says("Ready", "other") == "Unknown Migrating"
+        assert said in await cluster.message("Ready", "other")
+        assert await cluster.kube.find("jobs", cluster.namespace, job["metadata"]["name"]), "it has no deadline"
+    await cluster.kube.patch(
+        "jobs", cluster.namespace, job["metadata"]["name"], {"status": {"active": 1, "ready": 1}}, subresource="status"
+    )
+    await set_pod_ready(cluster.kube, pod)
+    await cluster.reconcile("other")
+    assert "brings the schema up to date" in await cluster.message("Ready", "other")
+
+
+async def test_a_migration_of_which_no_pod_is_made_says_so_after_five_minutes(cluster: Cluster) -> None:
+    job = await migrating(cluster, "other")
+    cluster.later += timedelta(seconds=200)
+    assert await cluster.reconcile("other") is not None
+    assert "brings the schema up to date" in await cluster.message("SchemaReady", "other")
+    cluster.later += timedelta(seconds=101)
+    await cluster.reconcile("other")
+    name = job["metadata"]["name"]
+    assert f"the pod of the Job {name} has not started for minutes" in await cluster.message("Ready", "other")
+    assert f"job/{name}" in await cluster.message("Ready", "other")
