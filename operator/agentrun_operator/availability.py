@@ -5,10 +5,10 @@ Workers that start again from zero do not take Ready away: messages are taken an
 
 from collections.abc import Mapping
 
-from agentrun_operator.checks import Finding, no
+from agentrun_operator.checks import Finding
 from agentrun_operator.conditions import Status, age, find, seconds_since
 from agentrun_operator.facts import Object, ScalingState
-from agentrun_operator.pod_troubles import AGAIN_SECONDS, may_be_in_trouble
+from agentrun_operator.pod_troubles import again_after, may_be_in_trouble
 from agentrun_operator.reasons import ConditionType, Reason
 from agentrun_operator.render.labels import DESIRED_DIGEST, TEMPLATE_DIGEST, selector
 from agentrun_operator.render.names import SERVING, Component
@@ -98,13 +98,14 @@ def _available(situation: Situation, component: Component, kind: ConditionType, 
         return Finding(
             Status.UNKNOWN, Reason.NOT_EVALUATED, f"{name} is not made before Accepted, SchemaReady and QueueReady allow it"
         )
-    if deployment is not None and count(deployment, "availableReplicas") > 0:
-        return Finding(Status.TRUE, Reason.AVAILABLE, f"{name} is up")
-    old = situation.old_condition(kind)
     trouble = situation.observed.troubles.get(component)
+    if deployment is not None and count(deployment, "availableReplicas") > 0:
+        but = f", but not all of its pods: {trouble}" if trouble else ""
+        return Finding(Status.TRUE, Reason.AVAILABLE, f"{name} is up{but}", again=_look(situation) if trouble else None)
+    old = situation.old_condition(kind)
     because = f": {trouble}" if trouble else ""
     advice = f"kubectl describe pods -n {situation.observed.key.namespace} -l agentrun.dev/agentrun={situation.observed.key.name}"
-    failed = Finding(Status.FALSE, Reason.UNAVAILABLE, f"no pod of {name} is ready{because}; {advice}")
+    failed = Finding(Status.FALSE, Reason.UNAVAILABLE, f"no pod of {name} is ready{because}; {advice}", again=_look(situation))
     if old is not None and old.get("status") == Status.FALSE and deployment is not None:
         return failed
     if component is Component.GATEWAY and old is not None and old.get("status") == Status.TRUE:
@@ -116,7 +117,9 @@ def _available(situation: Situation, component: Component, kind: ConditionType, 
     if left <= 0:
         return failed
     message = f"{name} does not start{because}; {advice}" if trouble else f"{name} starts; if it takes long: {advice}"
-    return Finding(Status.UNKNOWN, Reason.STARTING, message, again=min(left + 1.0, AGAIN_SECONDS))
+    return Finding(
+        Status.UNKNOWN, Reason.STARTING, message, again=min(left + 1.0, again_after(situation.observed.troubled_seconds))
+    )
 
 
 def _rolling_out(situation: Situation, changing: frozenset[Component]) -> Finding | None:
@@ -131,17 +134,25 @@ def _rolling_out(situation: Situation, changing: frozenset[Component]) -> Findin
                 Reason.ROLLING_OUT,
                 f"pods of the {component} are being replaced{f', and the new ones do not start: {trouble}' if trouble else ''}; "
                 f"kubectl get pods -n {where.namespace} -l agentrun.dev/agentrun={where.name}",
-                again=AGAIN_SECONDS if may_be_in_trouble(situation.observed.children) else None,
+                again=_look(situation),
             )
     scheduler = situation.child(Component.SCHEDULER)
     if scheduler is not None and count(scheduler, "availableReplicas") == 0:
-        where = situation.observed.key
+        where, trouble = situation.observed.key, situation.observed.troubles.get(Component.SCHEDULER)
         return Finding(
             Status.FALSE,
             Reason.SCHEDULER_UNAVAILABLE,
-            f"no pod of the scheduler is ready; kubectl describe pods -n {where.namespace} -l agentrun.dev/agentrun={where.name}",
+            f"no pod of the scheduler is ready{f': {trouble}' if trouble else ''}; "
+            f"kubectl describe pods -n {where.namespace} -l agentrun.dev/agentrun={where.name}",
+            again=_look(situation),
         )
     return None
+
+
+def _look(situation: Situation) -> float | None:
+    """When to look at the pods again."""
+    observed = situation.observed
+    return again_after(observed.troubled_seconds) if may_be_in_trouble(observed.children) else None
 
 
 def _roll_out_failed(situation: Situation, changing: frozenset[Component]) -> Finding | None:
@@ -154,14 +165,14 @@ def _roll_out_failed(situation: Situation, changing: frozenset[Component]) -> Fi
         if progress is None or progress.get("status") != Status.FALSE or progress.get("reason") != _GAVE_UP:
             continue
         if is_observed(deployment) or situation.was(ConditionType.READY, Reason.ROLL_OUT_FAILED):
-            said = str(progress.get("message") or _GAVE_UP).rstrip(".")
+            said = situation.observed.troubles.get(component) or str(progress.get("message") or _GAVE_UP).rstrip(".")
             where = situation.observed.key
             labels = ",".join(f"{name}={value}" for name, value in selector(where.name, component).items())
-            return no(
-                Reason.ROLL_OUT_FAILED,
+            message = (
                 f"the new pods of the {component} do not come up ({said}): see kubectl describe pods -n {where.namespace} -l {labels}; "
-                "correct what keeps them from it, or go back to the former spec",
+                "correct what keeps them from it, or go back to the former spec"
             )
+            return Finding(Status.FALSE, Reason.ROLL_OUT_FAILED, message, again=_look(situation))
     return None
 
 

@@ -140,6 +140,8 @@ class Observed:
     """None: not asked yet."""
     troubles: Mapping[str, str] = field(default_factory=dict)
     """By component, or Job: why its pods do not start, or what they said when they failed. See `pod_troubles.py`."""
+    troubled_seconds: float = 0.0
+    """For how long this operator has seen pods missing with these troubles, or with none that says why."""
     migrated_seconds: float = 0.0
     """For how long this operator has known that the finished migration Jobs are finished. What it knows of the schema may be older."""
     queue: QueueFact | None = None

@@ -47,10 +47,13 @@ class Observer:
         self._foreign = ForeignNames(kube)
         self._migrated: dict[Key, tuple[str, datetime]] = {}
         """The finished migrations, and since when they have been known."""
+        self._troubled: dict[Key, tuple[dict[str, str], datetime]] = {}
+        """While pods are missing: what they say, and since when."""
 
     def forget(self, key: Key) -> None:
         """The AgentRun is gone."""
         self._migrated.pop(key, None)
+        self._troubled.pop(key, None)
 
     async def observe(self, key: Key, *, now: datetime, doubted: Ref | None = None) -> Observed | None:
         """None if there is nothing to do for it: it is gone or going. Raises KubeError.
@@ -74,6 +77,7 @@ class Observer:
             return None  # the news that it is gone or was replaced is on its way
         secrets = await self._secrets(situation)
         schema, queue = await self._stores(key, manifest, secrets, seen.ours, now)
+        found, troubled = await self._troubles(key, seen.ours, now)
         return Observed(
             key,
             raw,
@@ -84,7 +88,8 @@ class Observer:
             remains=seen.remains,
             secrets=secrets,
             schema=schema,
-            troubles=await self._troubles(key) if may_be_in_trouble(seen.ours) else {},
+            troubles=found,
+            troubled_seconds=troubled,
             migrated_seconds=self._migrated_seconds(key, now),
             queue=queue,
             scaling=self._scaling(key),
@@ -109,13 +114,20 @@ class Observer:
         found = await self._kube.get(Ref(AGENTRUNS, key.namespace, key.name))
         return found is not None and uid_of(found) == uid
 
-    async def _troubles(self, key: Key) -> dict[str, str]:
-        """What is said of pods is worth no failed reconcile."""
+    async def _troubles(self, key: Key, children: Mapping[Ref, Object], now: datetime) -> tuple[dict[str, str], float]:
+        """With the seconds since it was first like this. What is said of pods is worth no failed reconcile."""
+        if not may_be_in_trouble(children):
+            self._troubled.pop(key, None)
+            return {}, 0.0
+        known = self._troubled.get(key)
         try:
             listed = await self._kube.list(PODS, namespace=key.namespace, labels=f"{AGENTRUN_LABEL}={instance_of(key.name)}")
+            found = troubles(listed.items, children, now=now)
         except KubeError:
-            return {}
-        return troubles(listed.items)
+            found = known[0] if known else {}
+        if known is None or known[0] != found:
+            known = self._troubled[key] = (found, now)
+        return found, (now - known[1]).total_seconds()
 
     async def _secrets(self, situation: Situation) -> dict[tuple[str, str], SecretState]:
         """Each Secret is read once. Contents are never kept from one reconcile to the next."""

@@ -81,7 +81,7 @@ class Reconciler:
             self._count("done", begun)
             self._queue.forget(key)
             if again is not None:
-                self._queue.add(key, after=again)
+                self._queue.look_again(key, again)
 
     def _count(self, result: str, begun: float) -> None:
         RECONCILES.labels(self._name, result).inc()

@@ -11,7 +11,7 @@ from agentrun_operator.checks import Finding, no, place, unknown
 from agentrun_operator.conditions import Status
 from agentrun_operator.facts import Object, StoreProblem
 from agentrun_operator.jobs import is_complete, job_condition, seconds_to_start
-from agentrun_operator.pod_troubles import AGAIN_SECONDS
+from agentrun_operator.pod_troubles import again_after
 from agentrun_operator.reasons import ConditionType, Reason
 from agentrun_operator.situation import Situation
 
@@ -146,19 +146,22 @@ def _state_of_the_job(situation: Situation, verdict: Decision) -> Finding:
 
 
 def _unfinished(situation: Situation, name: str, job: Object) -> Finding:
+    again = again_after(situation.observed.troubled_seconds)
     if said := _trouble(situation):
-        return unknown(
-            Reason.MIGRATING, f"the Job {name} does not succeed: {said}; {_log_of(situation, name)}", again=AGAIN_SECONDS
-        )
+        return unknown(Reason.MIGRATING, f"the Job {name} does not succeed: {said}; {_log_of(situation, name)}", again=again)
     left = seconds_to_start(job, situation.now)
     if left <= 0:
         return unknown(
             Reason.MIGRATING,
             f"the pod of the Job {name} has not started for minutes; "
-            f"kubectl describe pods -n {situation.observed.key.namespace} -l job-name={name}",
+            f"kubectl describe -n {situation.observed.key.namespace} job/{name}, and pods -l job-name={name}",
+            again=again,
         )
-    again = min(left + 1.0, AGAIN_SECONDS) if left < float("inf") else None
-    return unknown(Reason.MIGRATING, f"the Job {name} brings the schema up to date; {_log_of(situation, name)}", again=again)
+    return unknown(
+        Reason.MIGRATING,
+        f"the Job {name} brings the schema up to date; {_log_of(situation, name)}",
+        again=min(left + 1.0, again) if left < float("inf") else None,
+    )
 
 
 def _trouble(situation: Situation) -> str:

@@ -118,6 +118,10 @@ class WorkQueue(Generic[K]):
         self.add(key, after=pause)
         return pause
 
+    def look_again(self, key: K, seconds: float) -> None:
+        """Makes a key due in `seconds` or up to a fifth later, at random, so that what began together does not stay together."""
+        self.add(key, after=seconds * (1.0 + 0.2 * self._jitter()))
+
     def failures(self, key: K) -> int:
         """Failures in a row."""
         return self._failures.get(key, 0)

@@ -5,9 +5,11 @@ import contextlib
 import re
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from kube_client import Document, Kube, agent_run, play_kubelet
 from kube_servers import KubeServer
 from store_servers import Databases
@@ -25,6 +27,7 @@ class Life:
     def __init__(self, kube: Kube, namespace: str, start: Any) -> None:
         self.kube = kube
         self.namespace = namespace
+        self.database_url = self.redis_url = ""
         self._start = start
 
     async def operator(self, lease: str, *, failpoints: str = "", **more: str) -> Any:
@@ -42,13 +45,13 @@ class Life:
     async def edit(self, spec: Document) -> None:
         await self.kube.patch("agentruns", self.namespace, "a", {"spec": spec})
 
-    async def killed_after(self, number: int, process: Any) -> bool:
-        """Waits until the operator has killed itself after so many writes. False: it was done before."""
+    async def killed_after(self, number: int, process: Any, *, done: Callable[[], Awaitable[bool]] | None = None) -> bool:
+        """Waits until the operator has killed itself after so many writes. False: it was `done` (Ready) before."""
 
         async def is_over() -> bool:
-            return process.returncode is not None or await self.is_ready()
+            return process.returncode is not None or await (done or self.is_ready)()
 
-        await eventually(is_over, within=60, what=f"it is killed after write {number}, or Ready")
+        await eventually(is_over, within=60, what=f"it is killed after write {number}, or done")
         assert process.returncode in (None, -9), process.log_tail()
         return process.returncode is not None
 
@@ -74,7 +77,9 @@ async def life(kube: Kube, databases: Databases, redis_url: str, start: Any) -> 
     async with databases.migrated() as url:
         await kube.store_secrets(namespace, database_url=url, redis_url=redis_url)
         await kube.create("agentruns", namespace, agent_run("a", workers={"minReplicas": 2}))
-        yield Life(kube, namespace, start)
+        one = Life(kube, namespace, start)
+        one.database_url, one.redis_url = url, redis_url
+        yield one
         await kube.delete("namespaces", "", namespace)
 
 
@@ -170,6 +175,114 @@ async def test_an_operator_that_is_killed_after_any_write_of_an_update_leaves_th
     await asyncio.gather(*(lane(number) for number in range(1, TOGETHER + 1)))
     assert all(shape == shapes[0] for shape in shapes), shapes
     assert set(deaths) >= set(range(1, 9)), "a migration, a ConfigMap, three Deployments twice or more, a status"
+
+
+async def templates(one: Life) -> dict[str, Document]:
+    """The pod templates of the Deployments by their names."""
+    return {body["metadata"]["name"]: body["spec"]["template"] for kind, body in await one.objects() if kind == "deployments"}
+
+
+def _named(url: str) -> str:
+    """Another URL of the same database."""
+    return f"{url}{'&' if '?' in url else '?'}application_name=other"
+
+
+async def _has_image(one: Life, image: str) -> bool:
+    images = {container["image"] for found in (await templates(one)).values() for container in found["spec"]["containers"]}
+    return await one.is_ready() and images == {image}
+
+
+async def _has_a_new_secret(one: Life, former: dict[str, Document]) -> bool:
+    """All pods have the same Secrets, and not those that `former` had."""
+    digests = [
+        {found["metadata"]["annotations"]["agentrun.dev/secrets-digest"] for found in these.values()}
+        for these in (await templates(one), former)
+    ]
+    return await one.is_ready() and len(digests[0]) == 1 and digests[0].isdisjoint(digests[1])
+
+
+async def _is_suspended(one: Life, suspended: bool) -> bool:
+    ready = await one.is_ready()
+    found = await one.kube.condition(one.namespace, "a", "Suspended")
+    worker = await one.kube.get("deployments", one.namespace, "a-worker")
+    if not suspended:
+        return ready and found is None and worker["spec"]["replicas"] == 2
+    return not ready and found is not None and found["status"] == "True" and worker["spec"]["replicas"] == 0
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that is done to an AgentRun, or undone, and when that is in effect."""
+
+    make: Callable[[Life, bool], Awaitable[object]]
+    is_made: Callable[[Life, bool, dict[str, Document]], Awaitable[bool]]
+    """With the templates that there were before."""
+    writes: int
+    """That it takes at least."""
+
+
+CHANGES = {
+    "image": Change(
+        lambda one, done: one.edit({"image": "agentrun:2" if done else "agentrun:1"}),
+        lambda one, done, _former: _has_image(one, "agentrun:2" if done else "agentrun:1"),
+        writes=6,
+    ),
+    "secret": Change(
+        lambda one, done: one.kube.secret(one.namespace, "database", url=_named(one.database_url) if done else one.database_url),
+        lambda one, _done, former: _has_a_new_secret(one, former),
+        writes=6,
+    ),
+    "suspend": Change(
+        lambda one, done: one.edit({"suspend": done}),
+        lambda one, done, _former: _is_suspended(one, done),
+        writes=4,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+async def test_an_operator_that_is_killed_after_any_write_of_one_change_leaves_the_rest_to_the_next(
+    name: str, operator_process: Any, crds_applied: KubeServer, kube: Kube, databases: Databases, redis_url: str
+) -> None:
+    change = CHANGES[name]
+    shapes: list[Counter[str]] = []
+    deaths: list[int] = []
+
+    async def lane(number: int) -> None:
+        """One AgentRun to which it is done and undone, each time with a kill three writes later."""
+        async with life(kube, databases, redis_url, operator_process) as one:
+            await one.edit({"image": "agentrun:1", "workers": {"minReplicas": 2, "maxReplicas": 3}})
+            operator = await one.operator("0")
+            await eventually(one.is_ready, within=180, what="it is Ready")
+            deployments = await uids(one, "deployments")
+            before = await settled_shape(one)
+            while True:
+                operator.kill()
+                former = await templates(one)
+                await change.make(one, True)
+                operator = await one.operator(f"first-{number}", failpoints=f"operator.kube.written=kill@{number}")
+                killed = await one.killed_after(number, operator, done=lambda former=former: change.is_made(one, True, former))
+                if killed:
+                    deaths.append(number)
+                    operator = await one.operator(f"second-{number}")
+                await eventually(
+                    lambda former=former: change.is_made(one, True, former), within=60, what=f"{name} after {number}"
+                )
+                shapes.append(await settled_shape(one))
+                assert await uids(one, "deployments") == deployments, "changed, not made anew"
+                if not killed:
+                    operator.kill()
+                    return
+                number += TOGETHER
+                assert number < MOST, "it never comes to an end"
+                former = await templates(one)
+                await change.make(one, False)
+                await eventually(lambda former=former: change.is_made(one, False, former), within=60, what="it is as it was")
+                assert await settled_shape(one) == before
+
+    await asyncio.gather(*(lane(number) for number in range(1, TOGETHER + 1)))
+    assert all(shape == shapes[0] for shape in shapes), shapes
+    assert set(deaths) >= set(range(1, change.writes + 1)), deaths
 
 
 async def settled_shape(one: Life) -> Counter[str]:

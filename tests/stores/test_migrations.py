@@ -177,3 +177,33 @@ async def test_a_step_whose_record_is_locked_out_is_tried_again(empty_database_u
     assert await migrating == 0
     assert await holder.fetchval("SELECT count(*) FROM schema_versions WHERE version = 0") == 1
     await holder.close()
+
+
+async def test_limits_that_a_role_has_for_its_statements_are_not_those_of_a_migration(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin = await asyncpg.connect(empty_database_url)
+    name = await admin.fetchval("SELECT current_database()")
+    for limit in ("statement_timeout", *(["transaction_timeout"] if admin.get_server_version().major >= 17 else [])):
+        await admin.execute(f"ALTER DATABASE {name} SET {limit} = '300ms'")
+    slow = migrations.Migration(1, "0001_slow.sql", "SELECT pg_sleep(1)", "c")
+    monkeypatch.setattr(migrations, "MIGRATIONS", [slow])
+    monkeypatch.setattr(migrations, "TRANSITIONS", "SELECT pg_sleep(0.5)")
+    assert await migrate(empty_database_url, say=quiet) == 1
+    assert await admin.fetchval("SELECT count(*) FROM schema_versions") == 2
+    await admin.close()
+
+
+async def test_a_statement_that_an_administrator_cancels_is_named_and_no_lost_connection(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = migrations.Migration(1, "0001_slow.sql", "SELECT pg_sleep(60)", "c")
+    monkeypatch.setattr(migrations, "MIGRATIONS", [slow])
+    admin = await asyncpg.connect(empty_database_url)
+    migrating = asyncio.ensure_future(migrate(empty_database_url, say=quiet))
+    cancel = "SELECT bool_or(pg_cancel_backend(pid)) FROM pg_stat_activity WHERE state = 'active' AND query LIKE '%sleep(60)'"
+    await eventually(lambda: admin.fetchval(cancel), within=10, what="it sleeps and is cancelled")
+    with pytest.raises(MigrationRefused, match=r"0001_slow\.sql: canceling statement .*SELECT pg_sleep\(60\)"):
+        await migrating
+    assert await admin.fetchval("SELECT count(*) FROM schema_versions") == 0
+    await admin.close()

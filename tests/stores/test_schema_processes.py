@@ -15,6 +15,7 @@ from processes import Product, ProductProcess, ProductProcesses, clean_environme
 from product_launch import FORKS
 from redis.asyncio import Redis
 from run_factory import submitted
+from store_servers import Databases
 from waiting import eventually, holds
 
 from agentrun.bus.connection import connect
@@ -52,11 +53,12 @@ def product(tmp_path: Path, database_url: str, redis_url: str) -> Product:
 def migrator(tmp_path: Path, product_processes: ProductProcesses) -> Migrator:
     """Starts `agentrun migrate`."""
 
-    def start(url: str, *options: str) -> ProductProcess:
+    def start(url: str, *options: str, failpoints: str = "") -> ProductProcess:
         number = len(product_processes.started)
         forked = FORKS and not options
         command = ["agentrun", "migrate"] if forked else [sys.executable, "-m", "agentrun", "migrate", *options]
         environment = {**clean_environment(), "DATABASE_URL": url, "AGENTRUN_NAMESPACE": "default", "AGENTRUN_NAME": "agent"}
+        environment |= {"AGENTRUN_FAILPOINTS": failpoints} if failpoints else {}
         process = ProductProcess(f"migrate-{number}", command, environment, 0, tmp_path / f"migrate-{number}.log")
         product_processes.started.append(process)
         return process
@@ -140,6 +142,45 @@ async def test_mg_02_a_waiting_migrator_process_gives_up_with_2_and_says_why(emp
     assert "another migration has been running for 1 s" in waiting.log_tail()
     assert "Traceback" not in waiting.log_tail()
     await holder.close()
+
+
+OLD_FUNCTIONS = "CREATE SCHEMA IF NOT EXISTS agentrun_1"
+
+
+async def functions(url: str) -> tuple[int, int]:
+    """The schema version that pods go by, and how many functions there are."""
+    conn = await asyncpg.connect(url)
+    try:
+        count = await conn.fetchval("SELECT count(*) FROM pg_proc WHERE pronamespace = to_regnamespace('agentrun_1')")
+        return (await migrations.check(conn)).present, count
+    finally:
+        await conn.close()
+
+
+@pytest.mark.parametrize("point", ["migrate.part.done", "migrate.step.committed"])
+@pytest.mark.parametrize("behind", [1, LATEST])
+async def test_mg_02_a_migrator_process_killed_at_any_step_leaves_no_version_without_its_functions(
+    behind: int, point: str, migrator: Migrator, monkeypatch: pytest.MonkeyPatch, databases: Databases
+) -> None:
+    complete = 0
+    for turn in range(1, behind + 3):
+        async with databases.empty() as url:
+            if behind < LATEST:
+                with monkeypatch.context() as before:
+                    before.setattr(migrations, "MIGRATIONS", migrations.MIGRATIONS[:-behind])
+                    before.setattr(migrations, "LATEST", LATEST - behind)
+                    before.setattr(migrations, "TRANSITIONS", OLD_FUNCTIONS)
+                    await migrations.migrate(url, say=lambda _: None)
+            killed = migrator(url, failpoints=f"{point}=kill@{turn}")
+            code = await killed.wait(within=40)
+            version, found = await functions(url)
+            assert version < LATEST or found, f"killed at {point} {turn}: schema {version} has the functions of another"
+            following = migrator(url)
+            assert await following.wait(within=40) == 0, following.log_tail()
+            assert (await versions(url), (await functions(url))[0]) == (ALL, LATEST)
+            complete += code == 0
+            assert code in (0, -9), killed.log_tail()
+    assert 0 < complete < behind + 2, "some were killed, the last were not"
 
 
 async def says(process: ProductProcess, words: str) -> bool:

@@ -315,6 +315,32 @@ async def set_pod_ready(kube: Kube, pod: Document) -> Document:
     return await _status(kube, "pods", pod, status)
 
 
+async def set_pod_container(
+    kube: Kube, pod: Document, *, last: Mapping[str, Any] | None = None, restarts: int = 0, **state: Mapping[str, Any]
+) -> Document:
+    """The status of a pod on a node whose one container is not ready: its `state` (waiting, running, terminated) and the one before."""
+    container = pod["spec"]["containers"][0]
+    status = {
+        "phase": "Pending" if "waiting" in state and not restarts else "Running",
+        "conditions": [
+            *(_condition(kind, True, "") for kind in ("Initialized", "PodScheduled")),
+            *(_condition(kind, False, "ContainersNotReady") for kind in ("ContainersReady", "Ready")),
+        ],
+        "containerStatuses": [
+            {
+                "name": container["name"],
+                "image": container["image"],
+                "imageID": "",
+                "ready": False,
+                "restartCount": restarts,
+                "state": state,
+                "lastState": dict(last or {}),
+            }
+        ],
+    }
+    return await _status(kube, "pods", pod, status)
+
+
 async def _status(kube: Kube, plural: str, document: Document, status: Document) -> Document:
     where = document["metadata"]
     return await kube.patch(plural, where["namespace"], where["name"], {"status": status}, subresource="status")

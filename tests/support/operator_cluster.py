@@ -1,6 +1,7 @@
 """One namespace of a real API server, reconciled on demand by observe, plan and apply. What the stores say is the test's."""
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from kube_client import Document, Kube, agent_run, play_kubelet
@@ -50,6 +51,8 @@ class Cluster:
         self.kube, self.api, self.namespace = kube, api, namespace
         self.stores = Stores()
         self.scaling: ScalingFact | None = None
+        self.later = timedelta()
+        """By how much the operator's clock is ahead of the API server's."""
         self.restart()
 
     def restart(self) -> None:
@@ -57,7 +60,9 @@ class Cluster:
         self.cache = ObjectCache()
         defaults = Defaults("agentrun:own")
         observer = Observer(self.api, self.cache, self.stores, defaults=defaults, scaling=lambda _key: self.scaling)
-        self.run = ReconcileAgentRun(self.api, self.cache, observer, defaults=defaults)
+        self.run = ReconcileAgentRun(
+            self.api, self.cache, observer, defaults=defaults, clock=lambda: datetime.now(UTC) + self.later
+        )
 
     async def secrets(self) -> None:
         await self.kube.store_secrets(self.namespace, database_url="postgresql://u:p@db:5432/x", redis_url="redis://redis:6379/0")

@@ -159,7 +159,7 @@ def test_a_migration_whose_pod_does_not_start_says_so() -> None:
     planned = world.reconcile()
     assert world.says(READY) == ("Unknown", "Migrating")
     assert world.condition(READY)["message"] == (
-        f"the pod of the Job {job} has not started for minutes; kubectl describe pods -n team -l job-name={job}"
+        f"the pod of the Job {job} has not started for minutes; kubectl describe -n team job/{job}, and pods -l job-name={job}"
     )
     assert world.reconcile().status is None
     world.set_status(Ref(JOBS, "team", job), {"active": 1, "ready": 1})

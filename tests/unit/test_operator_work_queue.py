@@ -100,6 +100,13 @@ def test_pauses_are_spread_and_never_shorter_than_the_server_asks(clock: Clock) 
     assert queue.retry(A, at_least=30) == 30
 
 
+def test_later_looks_are_spread_by_a_fifth(clock: Clock) -> None:
+    for jitter, latest in ((0.0, 10.0), (1.0, 12.0)):
+        queue = WorkQueue[Key](clock=clock, jitter=lambda jitter=jitter: jitter)
+        queue.look_again(A, 10.0)
+        assert queue.seconds_to_next() == pytest.approx(latest)
+
+
 def test_a_change_overtakes_a_pause(queue: WorkQueue[Key]) -> None:
     queue.retry(A)
     queue.add(A)

@@ -112,14 +112,17 @@ def scheduler(given: Rendered) -> Json:
 
 def _deployment(given: Rendered, pod: Pod, spec: Json) -> Json:
     body = new_object(component(given.key, pod.component), given.key.name, uid=given.uid, component=pod.component)
+    template = pod_template(given.key, given.manifest, pod=pod)
+    mark = digest(template)
+    template["metadata"]["annotations"] = {**template["metadata"].get("annotations", {}), TEMPLATE_DIGEST: mark}
     body["spec"] = {
         **spec,
         "revisionHistoryLimit": KEPT_REVISIONS,
         "selector": {"matchLabels": selector(given.key.name, pod.component)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": "25%", "maxUnavailable": 0}},
-        "template": pod_template(given.key, given.manifest, pod=pod),
+        "template": template,
     }
-    digests = {DESIRED_DIGEST: digest(body), TEMPLATE_DIGEST: digest(body["spec"]["template"])}
+    digests = {DESIRED_DIGEST: digest(body), TEMPLATE_DIGEST: mark}
     body["metadata"]["annotations"] = {**digests, **given.notes}
     return body
 

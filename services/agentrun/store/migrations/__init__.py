@@ -2,20 +2,21 @@
 
 Each file runs in one transaction under a session advisory lock, so that any number of migrators may start at once: one works, the
 others wait up to a limit. A file that was applied must not change (checksums). `transitions.sql`, `submissions.sql` and `effects.sql` are
-applied after them, as one, whenever their text has changed; a change comes with a migration of its own, so that the schema version says
-which functions are there.
+applied as one, whenever their text has changed, in the transaction of the last file; a change comes with a migration of its own, so that
+the schema version says which functions are there.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
 import asyncpg
 
+from agentrun import failpoints
 from agentrun.domain.errors import MigrationRefused, SchemaMismatch, StoreUnavailable
 from agentrun.store.pool import Executor, connect, connection_lost, unavailable
 from agentrun.store.statements import shown, statements
@@ -62,7 +63,6 @@ LATEST = MIGRATIONS[-1].version
 TRANSITIONS = "\n".join(
     files("agentrun.store").joinpath(name).read_text() for name in ("transitions.sql", "submissions.sql", "effects.sql")
 )
-_TRANSITIONS_CHECKSUM = hashlib.sha256(TRANSITIONS.encode()).hexdigest()
 
 _VERSIONS = """
 CREATE TABLE IF NOT EXISTS schema_versions (
@@ -85,11 +85,21 @@ async def migrate(
     conn = await connect(dsn, name="agentrun-migrate", command_timeout=None)
     try:
         with connection_lost():
+            await _without_limits(conn)
             await _end_with_its_client(conn)
             await _lock(conn, wait_seconds)
             return await _apply(conn, owner, say)
     finally:
         await conn.close()
+
+
+async def _without_limits(conn: Executor) -> None:
+    """What a role or a database sets for the traffic is not meant for a step, which takes as long as its tables are large. The limit of
+    an idle transaction stays: a migrator is idle only when it hangs.
+    """
+    await conn.execute("SET statement_timeout = 0")
+    with contextlib.suppress(asyncpg.UndefinedObjectError):  # before Postgres 17
+        await conn.execute("SET transaction_timeout = 0")
 
 
 async def _end_with_its_client(conn: Executor) -> None:
@@ -125,11 +135,15 @@ async def _apply(conn: Executor, owner: str | None, say: Callable[[str], None]) 
     if newest > LATEST:
         return 0  # a newer version has been here: nothing to do, and nothing to take back
     steps = [migration for migration in MIGRATIONS if migration.version not in applied]
-    for migration in steps:
-        await _step(conn, migration.sql, migration.version, migration.name, migration.checksum)
+    functions = Migration(0, "transitions.sql", TRANSITIONS, hashlib.sha256(TRANSITIONS.encode()).hexdigest())
+    changed = [functions] if applied.get(0) != functions.checksum else []
+    for migration in steps[:-1]:
+        await _step(conn, [migration])
         say(f"applied {migration.name}")
-    if applied.get(0) != _TRANSITIONS_CHECKSUM:
-        await _step(conn, TRANSITIONS, 0, "transitions.sql", _TRANSITIONS_CHECKSUM)
+    if last := [*steps[-1:], *changed]:
+        await _step(conn, last)
+    for migration in steps[-1:]:
+        say(f"applied {migration.name}")
     await _own(conn, owner, fresh=False)
     return len(steps)
 
@@ -161,18 +175,17 @@ async def _own(conn: Executor, owner: str | None, *, fresh: bool) -> None:
         raise SchemaMismatch(f"this database belongs to the AgentRun {present}; give {owner} a database of its own")
 
 
-async def _step(conn: Executor, sql: str, version: int, name: str, checksum: str) -> None:
-    """One file in one transaction; gives way to traffic instead of queueing behind it (lock_timeout), and tries again."""
+async def _step(conn: Executor, parts: Sequence[Migration]) -> None:
+    """One transaction; gives way to traffic instead of queueing behind it (lock_timeout), and tries again."""
     for attempt in range(1, LOCK_RETRIES + 1):
         try:
             await conn.execute(f"BEGIN; SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
-            record = (
-                f"INSERT INTO schema_versions (version, name, checksum) VALUES ({version}, '{name}', '{checksum}') "
-                "ON CONFLICT (version) DO UPDATE SET checksum = excluded.checksum, applied_at = now()"
-            )
-            for statement in (*statements(sql), record):
-                await _statement(conn, name, statement)
+            for part in parts:
+                for statement in (*statements(part.sql), _record(part)):
+                    await _statement(conn, part.name, statement)
+                await failpoints.hit("migrate.part.done")
             await conn.execute("COMMIT")
+            await failpoints.hit("migrate.step.committed")
         except MigrationRefused as error:
             await conn.execute("ROLLBACK")
             if attempt == LOCK_RETRIES or not isinstance(error.__cause__, asyncpg.LockNotAvailableError):
@@ -182,12 +195,20 @@ async def _step(conn: Executor, sql: str, version: int, name: str, checksum: str
             return
 
 
+def _record(part: Migration) -> str:
+    return (
+        f"INSERT INTO schema_versions (version, name, checksum) VALUES ({part.version}, '{part.name}', '{part.checksum}') "
+        "ON CONFLICT (version) DO UPDATE SET checksum = excluded.checksum, applied_at = now()"
+    )
+
+
 async def _statement(conn: Executor, name: str, statement: str) -> None:
     try:
         await conn.execute(statement)
-    except (asyncpg.PostgresConnectionError, asyncpg.OperatorInterventionError):
-        raise
     except asyncpg.PostgresError as error:
+        lost = isinstance(error, (asyncpg.PostgresConnectionError, asyncpg.OperatorInterventionError))
+        if lost and not isinstance(error, asyncpg.QueryCanceledError):  # somebody's cancel leaves the connection as it is
+            raise
         raise MigrationRefused(
             f"migration {name}: {error.args[0]}; the statement is: {shown(statement)}; mend what it says, and run it again"
         ) from error
