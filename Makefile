@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system lint fmt types model up e2e down bench-operator docs image chart clean
+.PHONY: help demo test test-scale test-system lint fmt types model up e2e down bench-operator docs image chart clean
 
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
@@ -29,6 +29,10 @@ test: .venv/.synced ## All tests; the stores tier twice, the second time on the 
 	$(PYTEST) --junitxml=$(REPORTS)/all.xml $(ARGS) || status=$$?; \
 	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
 	exit $$status
+
+test-scale: .venv/.synced ## Tests with a million rows; they take minutes
+	@mkdir -p $(REPORTS)
+	$(RUN)/pytest -m scale -s --junitxml=$(REPORTS)/scale.xml $(ARGS)
 
 test-system: .venv/.synced ## The stores tier on the system's Postgres 15 and Redis 7.0
 	@mkdir -p $(REPORTS)

@@ -283,12 +283,13 @@ async def test_the_description_names_every_address(room: Room) -> None:
         ("get", "/v1/cron-tasks/{name}/slots"),
         ("post", "/v1/cron-tasks/{name}/trigger"),
         ("post", "/v1/cron-tasks/{name}/backfill"),
+        ("get", "/v1/usage"),
         ("get", "/healthz"),
         ("get", "/readyz"),
         ("get", "/metrics"),
     }
     start = document["paths"]["/v1/runs"]["post"]
-    assert {"200", "202", "204", "400", "401", "413", "415", "422", "503"} <= set(start["responses"])
+    assert {"200", "202", "204", "400", "401", "413", "415", "422", "429", "503"} <= set(start["responses"])
     assert "text/event-stream" in document["paths"]["/v1/runs/{run_id}/events"]["get"]["responses"]["200"]["content"]
     for path, operations in document["paths"].items():
         for operation in operations.values():

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -12,6 +12,7 @@ from urllib.parse import quote
 import typer
 
 from agentrun.commands import access
+from agentrun.commands.tables import print_table
 from agentrun.domain import cron
 from agentrun.domain.errors import ConfigurationError, ManifestError
 from agentrun.domain.slots import minute
@@ -57,7 +58,7 @@ def list_tasks(as_json: Json = False) -> None:
         )
         for one in found
     ]
-    _print_table(("NAME", "SCHEDULE", "TIMEZONE", "STATE", "LAST", "OUTCOME", "NEXT", "ACTIVE"), rows)
+    print_table(("NAME", "SCHEDULE", "TIMEZONE", "STATE", "LAST", "OUTCOME", "NEXT", "ACTIVE"), rows)
 
 
 @app.command()
@@ -81,7 +82,7 @@ def history(
         _print_json(found)
         return
     rows = [(_when(one["slot"]), one["outcome"], one["run_id"] or "", one["detail"] or "") for one in found]
-    _print_table(("SLOT", "OUTCOME", "RUN", "DETAIL"), rows)
+    print_table(("SLOT", "OUTCOME", "RUN", "DETAIL"), rows)
 
 
 @app.command()
@@ -146,7 +147,7 @@ def next_slots(
             _print_json({"name": shown["name"], "slot": slot.isoformat(), "local": local[slot].isoformat()} for slot in found)
         else:
             rows = [(shown["name"], minute(slot), f"{local[slot]:%a %Y-%m-%d %H:%M %Z}") for slot in found]
-            _print_table(("NAME", "SLOT", shown["zone"]), rows)
+            print_table(("NAME", "SLOT", shown["zone"]), rows)
 
 
 def _of_file(file: Path, name: str | None) -> list[dict[str, str]]:
@@ -209,9 +210,3 @@ def _when(text: str | None) -> str:
 def _print_json(found: Iterable[Any]) -> None:
     for one in found:
         print(json.dumps(one))
-
-
-def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[place]) for row in (titles, *rows)) for place in range(len(titles))]
-    for row in (titles, *rows):
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

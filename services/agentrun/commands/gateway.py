@@ -41,7 +41,20 @@ class GatewayClient:
         query: Mapping[str, str | int | bool | None] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """The answer. Members of `query` that are None are left out. Raises GatewayRefused."""
+        """The answer, which is JSON. Members of `query` that are None are left out. Raises GatewayRefused."""
+        return dict(self._answer(method, path, query, headers).json())
+
+    def text(self, method: str, path: str, *, query: Mapping[str, str | int | bool | None] | None = None) -> str:
+        """An answer that is text, as it came. Raises GatewayRefused."""
+        return self._answer(method, path, query, None).content.decode()
+
+    def _answer(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str | int | bool | None] | None,
+        headers: Mapping[str, str] | None,
+    ) -> httpx2.Response:
         params = {name: value for name, value in (query or {}).items() if value is not None}
         for turn in range(self._tries):
             if turn:
@@ -52,7 +65,7 @@ class GatewayClient:
                 refusal = f"the gateway {self._url} cannot be reached ({error or type(error).__name__}); see AGENTRUN_URL"
                 continue
             if response.is_success:
-                return dict(response.json())
+                return response
             refusal = f"the gateway answered {response.status_code}: {_problem(response)}"
             if response.status_code != 503:
                 break

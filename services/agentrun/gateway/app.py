@@ -25,7 +25,7 @@ from agentrun.gateway.problems import (
     Problem,
     store_unavailable,
 )
-from agentrun.gateway.routes import cron_tasks, events, health, runs, sessions, submit
+from agentrun.gateway.routes import cron_tasks, events, health, runs, sessions, submit, usage
 
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
@@ -56,7 +56,13 @@ def create_app(gateway: Gateway) -> FastAPI:
         ]
     )
     app.state.gateway = gateway
-    for router in (runs.router(gateway), sessions.router(gateway), cron_tasks.router(gateway), health.router(gateway)):
+    for router in (
+        runs.router(gateway),
+        sessions.router(gateway),
+        cron_tasks.router(gateway),
+        usage.router(gateway),
+        health.router(gateway),
+    ):
         app.include_router(router)
     _answer_problems(app)
     openapi.describe(app)

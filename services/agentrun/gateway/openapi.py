@@ -38,6 +38,7 @@ _PROBLEMS: dict[tuple[str, str], tuple[ProblemType, ...]] = {
     ("/v1/runs/{run_id}", "get"): (*_GUARDED, problems.NOT_FOUND),
     ("/v1/runs/{run_id}/events", "get"): (*_GUARDED, problems.INVALID_CURSOR, problems.NOT_FOUND, problems.OVERLOADED),
     ("/v1/runs/{run_id}/cancel", "post"): (*_GUARDED, problems.NOT_FOUND, problems.ALREADY_FINISHED),
+    ("/v1/usage", "get"): (*_GUARDED, problems.INVALID_PARAMETER),
     ("/v1/cron-tasks", "get"): (*_GUARDED, problems.INVALID_PARAMETER),
     ("/v1/cron-tasks/{name}", "get"): (*_GUARDED, problems.NOT_FOUND),
     ("/v1/cron-tasks/{name}/slots", "get"): (*_GUARDED, problems.INVALID_PARAMETER, problems.NOT_FOUND),

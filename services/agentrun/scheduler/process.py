@@ -26,12 +26,14 @@ from agentrun.scheduler.announcing import BusAnnouncer
 from agentrun.scheduler.loop import Firing
 from agentrun.scheduler.watching import Watching
 from agentrun.settings import Settings
+from agentrun.store import usage
 from agentrun.store.pool import Pool, create_pool
 
 SLOT_SECONDS = 1.0
 SWEEP_SECONDS = 1.0
 TIDY_SECONDS = 30.0
 WATCH_SECONDS = 15.0
+USAGE_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 
 _log = structlog.get_logger(__name__)
@@ -72,6 +74,7 @@ async def run(settings: Settings, manifest: AgentRun, *, stop: asyncio.Event | N
                 supervisor.every("slots", SLOT_SECONDS, firing.tick)
                 watching = Watching(pool, namespace=settings.namespace, suspended=manifest.spec.suspend)
                 supervisor.every("watch-cron-tasks", WATCH_SECONDS, watching.tick)
+                supervisor.every("usage", USAGE_SECONDS, lambda: _fold(pool))
                 await stop.wait()
                 await supervisor.stop()
                 await stream.aclose()
@@ -80,6 +83,12 @@ async def run(settings: Settings, manifest: AgentRun, *, stop: asyncio.Event | N
         await redis.aclose()
         await _close(pool)
     _log.info("scheduler stopped")
+
+
+async def _fold(pool: Pool) -> None:
+    """Adds what was spent since the last time to the sums that reports read."""
+    while await usage.fold(pool) >= usage.FOLD_AT_ONCE:
+        pass
 
 
 def maintain(supervisor: Supervisor, reaper: Reaper, sweep: Sweep, stream: WorkStream) -> None:
