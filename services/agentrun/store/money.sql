@@ -9,8 +9,9 @@
 
 -- book: new ledger rows. The same call reported again is one row; answers what was new, for settle. Comes first in a transaction, since
 -- two reports of one call wait for each other here.
-CREATE OR REPLACE FUNCTION agentrun_1.book_calls(p_ledger jsonb, OUT runs uuid[], OUT epochs integer[], OUT costs numeric[])
-LANGUAGE sql VOLATILE AS $$
+CREATE OR REPLACE FUNCTION agentrun_1.book_calls(p_ledger jsonb, OUT b_run uuid[], OUT b_epoch integer[], OUT b_cost numeric[])
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
     WITH x AS (
         SELECT DISTINCT ON (x.run_id, x.epoch, x.call) x.*
         FROM jsonb_to_recordset(p_ledger) AS x (run_id uuid, epoch integer, call integer, model text, provider text, input_tokens bigint,
@@ -27,13 +28,14 @@ LANGUAGE sql VOLATILE AS $$
         ORDER BY x.run_id, x.epoch, x.call
         ON CONFLICT DO NOTHING RETURNING run_id, epoch, coalesce(cost_usd, 0) AS cost
     )
-    SELECT array_agg(run_id), array_agg(epoch), array_agg(cost) FROM made
-$$;
+    SELECT array_agg(made.run_id), array_agg(made.epoch), array_agg(made.cost) INTO b_run, b_epoch, b_cost FROM made;
+END $$;
 
 -- correct: estimates for which the real figures have come are replaced, not added to. Answers by how much the cost has changed. The
 -- caller holds the attempts.
-CREATE OR REPLACE FUNCTION agentrun_1.correct_calls(p_ledger jsonb, OUT runs uuid[], OUT epochs integer[], OUT costs numeric[])
-LANGUAGE sql VOLATILE AS $$
+CREATE OR REPLACE FUNCTION agentrun_1.correct_calls(p_ledger jsonb, OUT b_run uuid[], OUT b_epoch integer[], OUT b_cost numeric[])
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
     WITH x AS (
         SELECT * FROM jsonb_to_recordset(p_ledger) AS x (run_id uuid, epoch integer, call integer, model text, provider text,
             input_tokens bigint, cached_tokens bigint, cache_write_tokens bigint, output_tokens bigint, reasoning_tokens bigint,
@@ -51,8 +53,8 @@ LANGUAGE sql VOLATILE AS $$
         WHERE l.run_id = x.run_id AND l.epoch = x.epoch AND l.call = x.call
         RETURNING l.run_id, l.epoch, coalesce(l.cost_usd, 0) - old.cost AS cost
     )
-    SELECT array_agg(run_id), array_agg(epoch), array_agg(cost) FROM made
-$$;
+    SELECT array_agg(made.run_id), array_agg(made.epoch), array_agg(made.cost) INTO b_run, b_epoch, b_cost FROM made;
+END $$;
 
 -- hold_counters: makes counters and locks them, in their order. After it a transaction locks nothing that it does not hold.
 CREATE OR REPLACE FUNCTION agentrun_1.hold_counters(p_scope text[], p_day date[]) RETURNS void
@@ -76,9 +78,9 @@ BEGIN
     IF p_ledger IS NOT NULL THEN
         IF coalesce(cardinality(p_run), 0) < jsonb_array_length(p_ledger) THEN
             SELECT * INTO v_fixed FROM agentrun_1.correct_calls(p_ledger);
-            p_run := p_run || v_fixed.runs;
-            p_epoch := p_epoch || v_fixed.epochs;
-            p_cost := p_cost || v_fixed.costs;
+            p_run := p_run || v_fixed.b_run;
+            p_epoch := p_epoch || v_fixed.b_epoch;
+            p_cost := p_cost || v_fixed.b_cost;
         END IF;
         -- a call that came after its attempt's end: later attempts have copied booked_usd, and a claim is about to copy the last one
         WHILE EXISTS (SELECT 1 FROM unnest(p_run, p_epoch) AS n (id, epoch) JOIN runs r ON r.id = n.id AND r.epoch > n.epoch) LOOP

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
 from enum import StrEnum
+from typing import Any
 from uuid import UUID
 
 import asyncpg
@@ -153,7 +154,8 @@ async def fold(conn: Executor, *, at_once: int = FOLD_AT_ONCE) -> int:
 
 
 def _sums(row: asyncpg.Record) -> Sums:
-    return Sums(*(row[name] if name.endswith("_usd") else int(row[name]) for name in _SUMS))
+    found: list[Any] = [row[name] if name.endswith("_usd") else int(row[name]) for name in _SUMS]
+    return Sums(*found)
 
 
 def _upsert(table: str, keys: Sequence[str]) -> str:
