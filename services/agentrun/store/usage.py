@@ -50,12 +50,12 @@ class GroupBy(StrEnum):
 
 _NO_TASK = "00000000-0000-0000-0000-000000000000"
 _COLUMNS = {
-    GroupBy.DAY: "u.day::text",
-    GroupBy.MODEL: "u.model",
-    GroupBy.SESSION: "u.session_id::text",
-    GroupBy.USER: "u.user_id",
-    GroupBy.TASK: f"CASE WHEN u.cron_task = '{_NO_TASK}' THEN '' ELSE coalesce(t.spec ->> 'name', u.cron_task::text) END",
-    GroupBy.AGENT: "u.agent",
+    GroupBy.DAY: "u.day",
+    GroupBy.MODEL: 'u.model COLLATE "C"',
+    GroupBy.SESSION: "u.session_id",
+    GroupBy.USER: 'u.user_id COLLATE "C"',
+    GroupBy.TASK: f"(CASE WHEN u.cron_task = '{_NO_TASK}' THEN '' ELSE coalesce(t.spec ->> 'name', u.cron_task::text) END) COLLATE \"C\"",
+    GroupBy.AGENT: 'u.agent COLLATE "C"',
 }
 
 
@@ -112,7 +112,7 @@ async def report(
         rows = await conn.fetch(statement(by), agent, user, since, until, most + 2)
     if len(rows) > most + 1:
         raise TooManyGroups
-    groups = [Group(tuple(row[: len(by)]), _sums(row)) for row in rows if not row["is_total"]]
+    groups = [Group(tuple(map(str, row[: len(by)])), _sums(row)) for row in rows if not row["is_total"]]
     return Report(groups, next(_sums(row) for row in rows if row["is_total"]))
 
 
@@ -122,7 +122,7 @@ def statement(by: Sequence[GroupBy]) -> str:
     keys = _SESSIONS if GroupBy.SESSION in by else _DAILY
     columns = ", ".join((*keys, *_SUMS))
     where = "agent = $1 AND ($2::text IS NULL OR user_id = $2) AND day BETWEEN $3 AND $4"
-    named = ", ".join(f'{_COLUMNS[one]} COLLATE "C" AS g{place}' for place, one in enumerate(by))
+    named = ", ".join(f"{_COLUMNS[one]} AS g{place}" for place, one in enumerate(by))
     groups = ", ".join(f"g{place}" for place in range(len(by)))
     tasks = "LEFT JOIN cron_tasks t ON t.uid = u.cron_task" if GroupBy.TASK in by else ""
     sums = ", ".join(f"coalesce(sum({name}), 0) AS {name}" for name in _SUMS)
