@@ -46,6 +46,7 @@ class ObjectCache:
         self._changed_at: dict[Ref, int] = {}
         self._lists = 0
         self._complete: set[Resource] = set()
+        self._not_served: set[Resource] = set()
 
     def get(self, ref: Ref) -> Body | None:
         return self._objects.get(ref.resource, {}).get(ref)
@@ -155,6 +156,17 @@ class ObjectCache:
     def is_complete(self, resource: Resource) -> bool:
         """Whether a complete list of this kind was ever taken: else, what is not known may be there all the same."""
         return resource in self._complete
+
+    def is_served(self, resource: Resource) -> bool:
+        """Whether the API server has this kind, as far as `served` was told."""
+        return resource not in self._not_served
+
+    def served(self, resource: Resource, *, yes: bool) -> None:
+        """The API server has this kind, or does not."""
+        if yes:
+            self._not_served.discard(resource)
+        else:
+            self._not_served.add(resource)
 
     def begin_list(self) -> int:
         """To be called before a list is asked for; its answer goes to `replace_all` as `since`, or to `end_list` if there is none."""

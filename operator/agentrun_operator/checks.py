@@ -121,6 +121,14 @@ def objects_are_taken(situation: Situation) -> Finding | None:
     return None
 
 
+def schedules_left_alone(situation: Situation) -> str:
+    """What Accepted adds where schedules are fired that nobody can see, change or delete."""
+    fact = situation.observed.schema
+    if situation.observed.cron_tasks_served or fact is None or not fact.has_schedules:
+        return ""
+    return "; schedules go on although the kind CronTask is not installed: apply its CRD, and they are looked after again"
+
+
 ACCEPTED = (spec_is_valid, there_is_an_image, names_are_free, predecessor_is_gone, secrets_are_there, objects_are_taken)
 
 

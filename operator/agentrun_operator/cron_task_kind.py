@@ -31,15 +31,24 @@ class Watch(Protocol):
 
 
 class CronTaskKind:
-    """Runs `watch` while the kind is served. `take_all` lists its objects, `hurry` asks for one more full list soon."""
+    """Runs `watch` while the kind is served. `take_all` lists its objects, `hurry` asks for one more full list soon, `tell` hears
+    whether the kind is served whenever that changes.
+    """
 
     def __init__(
-        self, discovery: Discovery, watch: Watch, *, take_all: Callable[[], Awaitable[None]], hurry: Callable[[], None]
+        self,
+        discovery: Discovery,
+        watch: Watch,
+        *,
+        take_all: Callable[[], Awaitable[None]],
+        hurry: Callable[[], None],
+        tell: Callable[[bool], None],
     ) -> None:
         self._discovery = discovery
         self._watch = watch
         self._take_all = take_all
         self._hurry = hurry
+        self._tell = tell
         self._missing = KIND_MISSING.labels(CRONTASKS.plural)
         self._missing.set(0)
         self._was_missing = False
@@ -69,6 +78,7 @@ class CronTaskKind:
             return
         self._missing.set(missing)
         self._was_missing = missing
+        self._tell(not missing)
         if missing:
             _log.warning(
                 "the operator goes on without CronTasks",

@@ -66,6 +66,8 @@ class SchemaFact:
     owner: str | None = None
     """The AgentRun (namespace/name) that the database belongs to."""
     problem: StoreProblem | None = None
+    has_schedules: bool = False
+    """There are schedules in it, which its scheduler fires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ class Observed:
     error: str = ""
     unknown: tuple[str, ...] = ()
     """Members of the spec that this operator does not know and leaves out: its CRDs are newer."""
+    cron_tasks_served: bool = True
+    """False: the API server does not know the kind, so nobody looks after schedules."""
     children: Mapping[Ref, Object] = field(default_factory=dict)
     """Objects that this AgentRun (its uid) controls."""
     foreign: frozenset[Ref] = frozenset()

@@ -6,6 +6,7 @@ delay ours. It writes nothing to the cluster: no finalizer, no annotation, no Ev
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -33,6 +34,7 @@ QUIET_SECONDS = 30.0
 RELIST_FIRST_SECONDS = 1.0
 RELIST_SECONDS = 60.0
 """Pauses before a new list where the former one's version has expired."""
+ANSWER_SECONDS = 1.0
 _TLS_SECONDS = 0.25
 """What connections over TLS need to close after their session was closed."""
 
@@ -82,10 +84,19 @@ class Watcher:
         raise WatchEnded(f"the watches ended: {type(error).__name__}: {error}") from error
 
     async def answers(self) -> None:
-        """Returns when the loop of the watches has had its turn: a sign of life."""
-        loop = self._loop
-        if loop is not None and loop.is_running():
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+        """Returns when the loop of the watches has had its turn, which is a sign of life, or when there is no such loop any more.
+
+        It waits for one that hangs: to go on, or to fail, would count as progress.
+        """
+        ours, loop = asyncio.get_running_loop(), self._loop
+        if loop is None:
+            return
+        turn = asyncio.Event()
+        _call(loop, _call, ours, turn.set)
+        while not turn.is_set() and loop.is_running():  # a loop that has ended forgets what it was asked
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await turn.wait()
 
     async def _in_thread(self) -> BaseException | None:
         """Runs kopf to its end; what it raised."""

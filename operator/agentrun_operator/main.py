@@ -85,7 +85,13 @@ class _Operator:
         )
         self._watcher = self._watcher_of(*(resource for resource in WATCHED if resource not in OPTIONAL))
         self._cron_watcher = self._watcher_of(CRONTASKS)
-        self._cron_kind = CronTaskKind(api, self._cron_watcher, take_all=self._resync.take_cron_tasks, hurry=self._resync.hurry)
+        self._cron_kind = CronTaskKind(
+            api,
+            self._cron_watcher,
+            take_all=self._resync.take_cron_tasks,
+            hurry=self._resync.hurry,
+            tell=self._note_cron_tasks,
+        )
         self._supervisor = Supervisor()
         self._leading: Supervisor | None = None
         self._waits_for = "the API server was not asked yet"
@@ -199,6 +205,12 @@ class _Operator:
         for ref, task in self._shared.cache.of(CRONTASKS).items():
             if agent_of(task) == agent:
                 self._shared.cron_tasks.add(Key(ref.namespace, ref.name))
+
+    def _note_cron_tasks(self, served: bool) -> None:
+        """The AgentRuns that have schedules say it."""
+        self._shared.cache.served(CRONTASKS, yes=served)
+        for ref in self._shared.cache.of(AGENTRUNS):
+            self._shared.runs.add(Key(ref.namespace, ref.name))
 
     def _measure(self) -> None:
         QUEUE_LENGTH.labels("agentruns").set(len(self._shared.runs))

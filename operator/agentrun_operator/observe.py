@@ -19,7 +19,7 @@ from agentrun_operator.lenient import Known, known_agent_run
 from agentrun_operator.objects import names_wanted
 from agentrun_operator.pod_troubles import may_be_in_trouble, troubles
 from agentrun_operator.render.names import instance_of
-from agentrun_operator.resources import AGENTRUN_LABEL, AGENTRUNS, JOBS, PODS, SECRETS, Key, Ref
+from agentrun_operator.resources import AGENTRUN_LABEL, AGENTRUNS, CRONTASKS, JOBS, PODS, SECRETS, Key, Ref
 from agentrun_operator.situation import WHOLE_SECRET, Defaults, Situation
 
 
@@ -83,6 +83,7 @@ class Observer:
             raw,
             manifest,
             unknown=known.unknown,
+            cron_tasks_served=self._cache.is_served(CRONTASKS),
             children=seen.ours,
             foreign=frozenset(seen.foreign & wanted),
             remains=seen.remains,

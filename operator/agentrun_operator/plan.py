@@ -110,7 +110,7 @@ def plan(observed: Observed, *, now: datetime, defaults: Defaults) -> Plan:
 
 def _findings(situation: Situation) -> dict[ConditionType, Finding]:
     """Accepted, SchemaReady, QueueReady."""
-    usable = f"the spec can be used{note_of(situation.observed.unknown)}"
+    usable = f"the spec can be used{note_of(situation.observed.unknown)}{checks.schedules_left_alone(situation)}"
     accepted = first(checks.ACCEPTED, situation, Finding(Status.TRUE, Reason.ACCEPTED, usable))
     findings = {ConditionType.ACCEPTED: accepted}
     if accepted.true or accepted.reason is Reason.OBJECT_REFUSED:

@@ -89,6 +89,9 @@ class Situation:
         """What Deployments are made from; the stores' secrets are there."""
         stores = self._stores
         further = [self._digest(ref.name, WHOLE_SECRET) for ref in self.manifest.spec.agent.secret_refs]
+        mounted = [
+            self._digest(one.secret.secret_name, WHOLE_SECRET) for one in self.manifest.spec.pod_template.volumes if one.secret
+        ]
         return Rendered(
             self.observed.key,
             self.observed.uid,
@@ -96,6 +99,7 @@ class Situation:
             image=self.image,
             secrets_digest=digest(stores),
             worker_digest=digest([*stores, *further]),
+            volumes_digest=digest(mounted) if mounted else "",
             config_digests=self.pod_config.digests,
             configs=self.configs,
             notes={MIGRATED_DIGEST: self._migrated_digest, REDIS_DIGEST: stores[1]},

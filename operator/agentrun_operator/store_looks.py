@@ -53,7 +53,7 @@ async def ask_database(url: str) -> tuple[DatabaseFact, bool]:
         return _problem(StoreProblem.REFUSED), False
     finally:
         await close(conn)
-    schema = SchemaFact(state.required, state.present, state.oldest_accepted, state.owner)
+    schema = SchemaFact(state.required, state.present, state.oldest_accepted, state.owner, has_schedules=bool(schedules))
     return DatabaseFact(schema, dead_lettered, schedules), state.present >= state.required and state.owner is not None
 
 

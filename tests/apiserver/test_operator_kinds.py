@@ -135,6 +135,14 @@ async def test_a_start_without_the_crontask_kind_leaves_schedules_alone_until_it
         async def looked() -> bool:
             return (await process.metrics())["agentrun_operator_tick_seconds_count"] >= before + 16
 
+        async def is_said() -> bool:
+            found = await kube.condition(NAMESPACE, "support", "Accepted")
+            return found is not None and "schedules go on although the kind CronTask is not installed" in found["message"]
+
+        async def is_not_said() -> bool:
+            return not await is_said()
+
+        await eventually(is_said, within=60, what="the AgentRun says that nobody looks after its schedules")
         await holds(is_there, until=looked, within=60, what="the schedule stays, also when databases were looked at")
 
         await asyncio.to_thread(private_api_server.apply_crds)
@@ -146,6 +154,7 @@ async def test_a_start_without_the_crontask_kind_leaves_schedules_alone_until_it
             return uid not in await stored(pool)
 
         await eventually(is_gone, within=30, what="the schedule without a CronTask is not fired any more")
+        await eventually(is_not_said, within=30, what="it is said no more")
         assert await missing(process) == 0
         assert process.returncode is None
         await pool.close()

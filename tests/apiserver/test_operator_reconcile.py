@@ -290,6 +290,26 @@ async def test_a_secret_comes_later_changes_and_vanishes(cluster: Cluster) -> No
     assert {name for name in after if after[name] != versions.get(name)} == {"agentruns/support"}
 
 
+async def test_a_mounted_secret_that_changes_rolls_all_pods_once(cluster: Cluster) -> None:
+    await cluster.kube.secret(cluster.namespace, "certs", ca="a")
+    mounted = {
+        "volumes": [{"name": "certs", "secret": {"secretName": "certs"}}],
+        "volumeMounts": [{"name": "certs", "mountPath": "/c"}],
+    }
+    await cluster.create(podTemplate=mounted)
+    await cluster.settle()
+    before = {part: (await cluster.deployment(part))["spec"]["template"] for part in PARTS}
+
+    await cluster.kube.secret(cluster.namespace, "certs", ca="b")
+    await cluster.reconcile()
+    for part in PARTS:
+        assert (await cluster.deployment(part))["spec"]["template"] != before[part]
+    await cluster.settle()
+    versions = await cluster.versions()
+    await cluster.reconcile()
+    assert await cluster.versions() == versions
+
+
 async def test_no_secret_is_in_what_the_operator_writes(cluster: Cluster) -> None:
     await cluster.create()
     await cluster.settle()

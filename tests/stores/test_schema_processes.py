@@ -297,3 +297,22 @@ async def test_mg_05_a_schema_that_accepts_only_newer_code_is_refused_by_all_wit
         assert process.returncode is None, "it must not crash in a loop"
     await holds(lambda: ran(product.database_url, "pending"), until=seconds_pass(2), within=20, what="nobody takes work")
     assert [await process.terminate() for process in started] == [0, 0, 0]
+
+
+async def test_on_the_database_of_another_agentrun_nobody_is_ready_or_takes_work(
+    product: Product, product_processes: ProductProcesses
+) -> None:
+    await (await waiting_run(product)).aclose()
+    conn = await asyncpg.connect(product.database_url)
+    await conn.execute("UPDATE meta SET owner = 'team/other'")
+    started = await all_three(product, product_processes)
+    words = "the database belongs to the AgentRun team/other; give default/agent a database of its own"
+    for process in started:
+        await eventually(lambda process=process: says(process, words), within=30, what=f"{process.name} says whose it is")
+        assert process.returncode is None, "it must not crash in a loop"
+    await holds(lambda: ran(product.database_url, "pending"), until=seconds_pass(2), within=20, what="nobody takes work")
+    await conn.execute("UPDATE meta SET owner = 'default/agent'")
+    await conn.close()
+    await asyncio.gather(*(process.ready() for process in started))
+    await eventually(lambda: ran(product.database_url, "succeeded"), within=30, what="its own work is done, without a restart")
+    assert [await process.terminate() for process in started] == [0, 0, 0]

@@ -161,6 +161,35 @@ def test_a_model_key_replaces_the_workers_only() -> None:
     assert {part for part in SERVING if before[part] != _templates(world)[part]} == {Component.WORKER}
 
 
+def test_a_secret_that_is_mounted_replaces_all_pods_when_it_changes() -> None:
+    world = World(spec(podTemplate={"volumes": [{"name": "certs", "secret": {"secretName": "certs"}}]}))
+    world.secret("certs", SecretState(SecretPresence.PRESENT, digest="a"), key="")
+    world.settle()
+    before = _templates(world)
+    assert world.reconcile().applies == [] or _templates(world) == before
+    world.secret("certs", SecretState(SecretPresence.PRESENT, digest="b"), key="")
+    planned = world.reconcile()
+    assert {part for part in SERVING if before[part] != _templates(world)[part]} == set(SERVING)
+    assert [event.reason for event in planned.events] == [EventReason.ROLLED_OUT] * 3
+    assert planned.stores_in_use, "the stores are the same"
+
+
+def test_schedules_that_nobody_looks_after_are_said_where_there_are_some() -> None:
+    world = settled()
+    world.change(cron_tasks_served=False)
+    world.reconcile()
+    assert world.condition(ACCEPTED)["message"] == "the spec can be used"
+    assert world.observed.schema is not None
+    world.change(schema=replace(world.observed.schema, has_schedules=True))
+    world.reconcile()
+    assert world.says(ACCEPTED) == ("True", "Accepted")
+    assert "schedules go on although the kind CronTask is not installed: apply its CRD" in world.condition(ACCEPTED)["message"]
+    assert world.says(READY) == ("True", "Ready")
+    world.change(cron_tasks_served=True)
+    world.reconcile()
+    assert world.condition(ACCEPTED)["message"] == "the spec can be used"
+
+
 def test_a_vanished_secret_keeps_everything_and_its_policies() -> None:
     world = settled()
     children = dict(world.observed.children)

@@ -7,7 +7,15 @@ from typing import Any
 from agentrun.manifests import AgentRun
 from agentrun.manifests.pods import OWN_VOLUME_PREFIX
 from agentrun_operator.digests import digest
-from agentrun_operator.render.labels import CONFIG_DIGEST, DESIRED_DIGEST, SECRETS_DIGEST, TEMPLATE_DIGEST, new_object, selector
+from agentrun_operator.render.labels import (
+    CONFIG_DIGEST,
+    DESIRED_DIGEST,
+    SECRETS_DIGEST,
+    TEMPLATE_DIGEST,
+    VOLUMES_DIGEST,
+    new_object,
+    selector,
+)
 from agentrun_operator.render.names import Component, component
 from agentrun_operator.render.pods import (
     CONFIG_VOLUME,
@@ -43,6 +51,8 @@ class Rendered:
     image: str
     secrets_digest: str
     worker_digest: str
+    volumes_digest: str
+    """Of the Secrets of spec.podTemplate.volumes; empty where there are none."""
     config_digests: Mapping[Component, str]
     configs: Mapping[Component, str]
     """Which ConfigMap the pods of each component mount."""
@@ -135,7 +145,8 @@ def mounted_config(deployment: Mapping[str, Any]) -> str | None:
 
 
 def _digests(given: Rendered, part: Component) -> dict[str, str]:
-    return {CONFIG_DIGEST: given.config_digests[part], SECRETS_DIGEST: given.secrets_digest}
+    digests = {CONFIG_DIGEST: given.config_digests[part], SECRETS_DIGEST: given.secrets_digest}
+    return {**digests, VOLUMES_DIGEST: given.volumes_digest} if given.volumes_digest else digests
 
 
 def _health(*, failures: int) -> Json:

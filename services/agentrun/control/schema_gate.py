@@ -29,6 +29,13 @@ class Decision:
         return self.verdict is Verdict.SERVE
 
 
+def foreign(*, owner: str | None, agent: str) -> str | None:
+    """What is wrong where the database is reserved for another AgentRun (namespace/name) than `agent`; None if it is not."""
+    if owner in (None, agent):
+        return None
+    return f"the database belongs to the AgentRun {owner}; give {agent} a database of its own"
+
+
 def decide(*, required: int, present: int, oldest_accepted: int) -> Decision:
     """The decision. `present` is 0 for a database that was never migrated; versions count 1, 2, 3…"""
     if present == 0:

@@ -4,7 +4,7 @@ import asyncio
 
 import structlog
 
-from agentrun.control.schema_gate import decide
+from agentrun.control.schema_gate import decide, foreign
 from agentrun.maintenance.supervise import Stamp
 from agentrun.store import migrations
 from agentrun.store.pool import Pool
@@ -36,9 +36,7 @@ class SchemaWatch:
         """Asks Postgres once. Raises StoreUnavailable."""
         state = await migrations.check(self._pool)
         decision = decide(required=state.required, present=state.present, oldest_accepted=state.oldest_accepted)
-        wrong = None if decision.serves else decision.message
-        if wrong is None and state.owner not in (None, self._agent):
-            wrong = f"the database belongs to the AgentRun {state.owner}; give {self._agent} a database of its own"
+        wrong = foreign(owner=state.owner, agent=self._agent) if decision.serves else decision.message
         if wrong != self._wrong:
             if wrong is None:
                 _log.info("ready", schema=decision.message)

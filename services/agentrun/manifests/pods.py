@@ -256,7 +256,10 @@ class PodTemplate(Spec):
         default_factory=list, max_length=64, description="Environment variables of the containers."
     )
     volumes: Annotated[list[Volume], keyed("name")] = Field(
-        default_factory=list, max_length=32, description="Volumes of the pods, for example a ConfigMap of Python modules."
+        default_factory=list,
+        max_length=32,
+        description="Volumes of the pods, for example a ConfigMap of Python modules. A Secret that changes rolls the pods, a ConfigMap "
+        "that changes does not.",
     )
     volume_mounts: Annotated[list[VolumeMount], keyed("mount_path")] = Field(
         default_factory=list, max_length=32, description="Where the containers see the volumes."

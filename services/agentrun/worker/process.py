@@ -15,7 +15,7 @@ from agentrun.agents.base import Executor, close
 from agentrun.agents.loading import load
 from agentrun.bus import connection
 from agentrun.bus.keys import Keys
-from agentrun.control.schema_gate import decide
+from agentrun.control.schema_gate import decide, foreign
 from agentrun.domain.errors import BusUnavailable, ManifestError, StoreUnavailable
 from agentrun.manifests import AgentRun
 from agentrun.settings import Settings
@@ -65,7 +65,7 @@ async def run(settings: Settings, manifest: AgentRun) -> None:
     await keeper.start()
     try:
         async with _stores(settings, manifest) as (pool, redis):
-            if not await _until(stop, lambda: _usable(pool, redis, told)):
+            if not await _until(stop, lambda: _usable(pool, redis, told, agent=settings.agent)):
                 return
             worker = Worker(executor, name=consumer, pool=pool, redis=redis, keys=keys, keeper=keeper, limits=bounds)
             told.keeper, told.worker, told.waits_for = keeper, worker, None
@@ -145,15 +145,19 @@ async def _until(stop: asyncio.Event, what: Callable[[], Awaitable[None]]) -> bo
         stopping.cancel()
 
 
-async def _usable(pool: Pool, redis: Redis, told: _Probes) -> None:
-    """Waits until both stores are there and the schema is one to work on; else a pod would crash in a loop. Raises BusMisconfigured."""
+async def _usable(pool: Pool, redis: Redis, told: _Probes, *, agent: str) -> None:
+    """Waits until both stores are there and the schema is one to work on, and `agent`'s; else a pod would crash in a loop.
+
+    Raises BusMisconfigured.
+    """
     complaint = Complaint("waits for its stores")
     while True:
         try:
             state = await migrations.check(pool)
             decision = decide(required=state.required, present=state.present, oldest_accepted=state.oldest_accepted)
-            if not decision.serves:
-                raise StoreUnavailable(decision.message)
+            wrong = foreign(owner=state.owner, agent=agent) if decision.serves else decision.message
+            if wrong is not None:
+                raise StoreUnavailable(wrong)
             await connection.check(redis)
         except (StoreUnavailable, BusUnavailable) as error:
             complaint.about(error)
