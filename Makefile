@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-scale test-system lint fmt types model up e2e down bench-operator docs image chart clean
+.PHONY: help demo test test-long test-scale test-system lint fmt types model up e2e down bench-operator bench-wake docs image chart clean
 
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
@@ -18,7 +18,7 @@ UV := $(shell command -v uv 2>/dev/null && uv --version >/dev/null 2>&1 || echo 
 UV := $(lastword $(UV))
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.synced ## Chat on this machine with an offline model; MODEL=provider:name, BASE_URL=…, MESSAGE=… for one answer
 	@$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml $(if $(STATE),--state "$$STATE") $(if $(PORT),--port "$$PORT") \
@@ -29,6 +29,10 @@ test: .venv/.synced ## All tests; the stores tier twice, the second time on the 
 	$(PYTEST) --junitxml=$(REPORTS)/all.xml $(ARGS) || status=$$?; \
 	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
 	exit $$status
+
+test-long: .venv/.synced ## The tests that take many minutes, such as an API server that is away for five; needs KUBEBUILDER_ASSETS
+	@mkdir -p $(REPORTS)
+	AGENTRUN_TEST_LONG=1 $(PYTEST) -m long --junitxml=$(REPORTS)/long.xml $(ARGS)
 
 test-scale: .venv/.synced ## Tests with a million rows; they take minutes
 	@mkdir -p $(REPORTS)
@@ -63,8 +67,11 @@ e2e: .venv/.synced ## Scenarios on a kind cluster, LEVEL=smoke or full; needs Do
 down: .venv/.synced ## Take the cluster down
 	@$(RUN)/python e2e/cluster.py down
 
-bench-operator: .venv/.synced ## The operator with 100, 300 and 1,000 AgentRuns (COUNTS="100"); needs KUBEBUILDER_ASSETS
-	$(RUN)/python bench/operator_load.py $(COUNTS)
+bench-operator: .venv/.synced ## The operator with 100, 300 and 1,000 AgentRuns (COUNTS="100") against its targets; needs KUBEBUILDER_ASSETS
+	@$(RUN)/python bench/operator_load.py $(COUNTS)
+
+bench-wake: .venv/.synced ## How soon the operator asks for a worker, TRIES times (20), against its targets; needs KUBEBUILDER_ASSETS
+	@$(RUN)/python bench/operator_wake.py $(TRIES)
 
 docs: .venv/.synced ## Write the reference pages that are made from the code
 	$(RUN)/python -m agentrun.manifests.reference > docs/manifest.md

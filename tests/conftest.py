@@ -33,7 +33,15 @@ from store_servers import (
 from agentrun.dev.servers import Postgres, Redis
 from agentrun.dev.stores import StoreSettings, StoreUrls, stores
 
+LONG = "AGENTRUN_TEST_LONG"
 PROCESSES = pytest.StashKey[ProductProcesses]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not os.environ.get(LONG):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason=f"{LONG} is not set: takes many minutes; make test-long"))
 
 
 @pytest.fixture(scope="session")

@@ -320,24 +320,6 @@ async def test_an_api_server_that_was_killed_is_found_again(mistreated: Kube, mi
         assert operator.stub.works
 
 
-@pytest.mark.skipif(not os.environ.get("AGENTRUN_TEST_LONG"), reason="AGENTRUN_TEST_LONG is not set: takes ten minutes")
-@pytest.mark.parametrize(("fault", "seconds"), [("hangs", 90), ("is killed", 300)])
-async def test_a_long_outage_at_default_times_is_over_within_a_minute(
-    mistreated: Kube, mistreated_server: KubeServer, fault: str, seconds: int
-) -> None:
-    defaults = {"lease_seconds": 15, "renew_seconds": 10.0, "retry_seconds": 2.0, "silence_seconds": 70.0}
-    async with running(mistreated_server.kubeconfig, request_seconds=10.0, **defaults) as operator:
-        await operator.works()
-        await (mistreated_server.pause() if fault == "hangs" else mistreated_server.kill())
-        await asyncio.sleep(seconds)
-        assert await operator.wrong("/healthz") is None
-        assert not operator.stub.works
-        await (mistreated_server.resume() if fault == "hangs" else mistreated_server.start())
-        name = f"after-{seconds}"
-        await make(mistreated, name)
-        await operator.stub.was_asked(name, within=60)
-
-
 async def test_ko_10_objects_that_block_do_not_hold_up_the_others(front: KubeFront, kube: Kube, namespace: str) -> None:
     async def block(_shared: Shared, key: Key) -> None:
         if key.name.startswith("slow"):
