@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrun import __version__, settings
-from agentrun.commands import cron
+from agentrun.commands import costs, cron
 from agentrun.domain.errors import AgentrunError, ConfigurationError, ManifestError
 from agentrun.domain.keys import RANDOM_BYTES, Scope, generate, record_line
 from agentrun.manifests import AgentRun, load
@@ -34,6 +34,7 @@ app.add_typer(keys, name="keys")
 crds = typer.Typer(help="Print the CustomResourceDefinitions, or bring them into a cluster.")
 app.add_typer(crds, name="crds")
 app.add_typer(cron.app, name="cron")
+app.add_typer(costs.app, name="costs")
 
 
 def main() -> None:

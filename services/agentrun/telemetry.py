@@ -72,6 +72,14 @@ MODEL_CALLS = _counter(
     "agentrun_model_calls_total", "Model calls booked here; unmeasured: cut before the usage came.", "unmeasured"
 )
 UNKNOWN_PRICES = _counter("agentrun_unknown_prices_total", "Model calls booked without a price.")
+BUDGET_REFUSALS = _counter(
+    "agentrun_budget_refusals_total",
+    "Submissions and slots refused because of a day's budget, by scope: agent, user or slot.",
+    "scope",
+)
+BUDGET_STOPS = _counter(
+    "agentrun_budget_stops_total", "Runs stopped by their own limit, by type: budget_exceeded or price_unknown.", "type"
+)
 REQUEST_SECONDS = Histogram(
     "agentrun_request_seconds",
     "Time to the first byte of an answer, by route and status class.",

@@ -27,7 +27,7 @@ class Store:
         self.open = asyncio.Event()
         self.open.set()
 
-    async def submit(self, pool: Any, group: Sequence[Submission], policy: Policy) -> list[Submitted]:
+    async def submit(self, pool: Any, group: Sequence[Submission], policy: Policy, budget: None) -> list[Submitted]:
         self.groups.append(len(group))
         await self.open.wait()
         return [Submitted(one.run_id, one.session_id, RunStatus.PENDING, False, False, True) for one in group]

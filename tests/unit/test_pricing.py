@@ -1,21 +1,23 @@
 """What a model call costs: exact, dated, and unknown rather than guessed."""
 
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal
 from importlib.metadata import version
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic_ai import RequestUsage
 
-from agentrun.costs.pricing import UNKNOWN, Rates, price
-from agentrun.costs.usage import Usage
+from agentrun.costs.pricing import UNKNOWN, Rates, is_known, price
+from agentrun.costs.usage import COUNTS, Usage
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
 
 
-def rates(*prices: str) -> dict[str, Rates]:
-    return {"m": Rates(*(Decimal(it) for it in prices))}
+def rates(*prices: str) -> dict[str, list[Rates]]:
+    return {"m": [Rates(*(Decimal(it) for it in prices))]}
 
 
 def cost(usage: Usage, **more: Any) -> Decimal:
@@ -38,8 +40,7 @@ def used(provider: str, reply: dict[str, Any], flavor: str = "default", **more: 
     )
 
 
-def test_cached_tokens_are_charged_once_whatever_form_the_provider_uses() -> None:
-    """CO-01"""
+def test_co_01_cached_tokens_are_charged_once_whatever_form_the_provider_uses() -> None:
     prices = rates("0.50", "3.00", "0.05")
     total = Usage(model="m", input_tokens=20_212, cached_tokens=16_298, output_tokens=931)
     assert cost(total, overrides=prices) == Decimal("0.0055649")
@@ -60,20 +61,17 @@ def test_cached_tokens_are_charged_once_whatever_form_the_provider_uses() -> Non
     assert cost(flash) == Decimal("0.0055649")
 
 
-def test_tokens_that_write_the_cache_are_charged_at_the_write_price_alone() -> None:
-    """CO-02"""
+def test_co_02_tokens_that_write_the_cache_are_charged_at_the_write_price_alone() -> None:
     usage = Usage(model="claude-sonnet-4-5", provider="anthropic", input_tokens=2_000, cached_tokens=500, cache_write_tokens=300)
     assert cost(usage) == Decimal("0.004875")
 
 
-def test_parts_above_their_total_leave_nothing_plain_and_nothing_negative() -> None:
-    """CO-02"""
+def test_co_02_parts_above_their_total_leave_nothing_plain_and_nothing_negative() -> None:
     usage = Usage(model="claude-sonnet-4-5", provider="anthropic", input_tokens=100, cached_tokens=90, cache_write_tokens=30)
     assert cost(usage) == (90 * Decimal("0.3") + 30 * Decimal("3.75")) / 1_000_000
 
 
-def test_reasoning_is_part_of_the_output_whatever_form_the_provider_uses() -> None:
-    """CO-03"""
+def test_co_03_reasoning_is_part_of_the_output_whatever_form_the_provider_uses() -> None:
     within = {"prompt_tokens": 0, "completion_tokens": 266, "completion_tokens_details": {"reasoning_tokens": 261}}
     apart = {"promptTokenCount": 0, "candidatesTokenCount": 5, "thoughtsTokenCount": 261}
     prices = rates("0", "1")
@@ -82,8 +80,7 @@ def test_reasoning_is_part_of_the_output_whatever_form_the_provider_uses() -> No
     assert cost(other, overrides=prices) == Decimal("0.000266")
 
 
-def test_tokens_without_a_price_make_the_call_unpriced() -> None:
-    """CO-03"""
+def test_co_03_tokens_without_a_price_make_the_call_unpriced() -> None:
     embedding = Usage(model="text-embedding-3-small", provider="openai", input_tokens=10, output_tokens=10)
     assert price(embedding, NOW) == UNKNOWN
 
@@ -97,8 +94,7 @@ def test_tokens_without_a_price_make_the_call_unpriced() -> None:
         Usage(model="function:x:", provider="function", input_tokens=10),
     ],
 )
-def test_an_unknown_model_has_no_price_and_never_zero(usage: Usage) -> None:
-    """CO-06, in part"""
+def test_co_06_an_unknown_model_has_no_price_and_never_zero(usage: Usage) -> None:
     assert price(usage, NOW) == UNKNOWN
 
 
@@ -113,29 +109,26 @@ def test_an_unknown_model_has_no_price_and_never_zero(usage: Usage) -> None:
         ("bedrock", "eu.anthropic.claude-sonnet-4-5-20250929-v1:0", "anthropic.claude-sonnet-4-5-20250929-v1:0"),
     ],
 )
-def test_a_dated_or_regional_name_costs_what_its_base_name_costs(provider: str, name: str, base: str) -> None:
-    """CO-07"""
+def test_co_07_a_dated_or_regional_name_costs_what_its_base_name_costs(provider: str, name: str, base: str) -> None:
     counts = {"provider": provider, "input_tokens": 1000, "output_tokens": 10}
     assert cost(Usage(model=name, **counts)) == cost(Usage(model=base, **counts)) > 0
 
 
 @pytest.mark.parametrize("name", ["gpt-4onsense", "gpt-4o-minimal", "gpt-4o-mini-something", "claude-sonnet-45x"])
-def test_a_name_that_only_shares_a_beginning_is_not_matched(name: str) -> None:
-    """CO-07"""
+def test_co_07_a_name_that_only_shares_a_beginning_is_not_matched(name: str) -> None:
     for provider in ("openai", "anthropic"):
         assert price(Usage(model=name, provider=provider, input_tokens=10), NOW) == UNKNOWN
 
 
 @pytest.mark.parametrize("name", ["m", "m-2026-01-02", "m-20260102", "us.m-20260102-v1:0", "eu.m"])
-def test_an_override_holds_for_dated_and_regional_names_too(name: str) -> None:
-    """CO-07"""
+def test_co_07_an_override_holds_for_dated_and_regional_names_too(name: str) -> None:
     found = price(Usage(model=name, provider="own", input_tokens=1_000_000), NOW, overrides=rates("0.25", "1"))
     assert (found.cost_usd, found.price_id) == (Decimal("0.25"), "override/m")
 
 
 def test_an_override_wins_over_the_table_and_may_name_the_provider() -> None:
     usage = Usage(model="gpt-4o", provider="openai", input_tokens=1_000_000)
-    table = {"openai:gpt-4o": Rates(Decimal(7), Decimal(7)), "gpt-4o": Rates(Decimal(8), Decimal(8))}
+    table = {"openai:gpt-4o": [Rates(Decimal(7), Decimal(7))], "gpt-4o": [Rates(Decimal(8), Decimal(8))]}
     assert cost(usage, overrides=table) == 7
     assert price(usage, NOW).price_id == f"genai-prices-{version('genai-prices')}/openai/gpt-4o"
 
@@ -146,8 +139,7 @@ def test_a_price_is_that_of_its_day() -> None:
     assert (before, after) == (10, 2)
 
 
-def test_prices_are_exact_decimals() -> None:
-    """CO-09, in part"""
+def test_co_09_prices_are_exact_decimals() -> None:
     one = cost(Usage(model="m", input_tokens=1), overrides=rates("0.15", "1"))
     assert one == Decimal("0.00000015")
     assert sum([one] * 1000) * 1000 == Decimal("0.15")
@@ -165,3 +157,39 @@ def test_a_demo_model_has_a_fixed_pretend_price_labelled_so() -> None:
     usage = Usage(model="demo:chat", provider="demo", input_tokens=1_000_000, output_tokens=1_000_000)
     found = price(usage, NOW)
     assert (found.cost_usd, found.price_id) == (3, "demo")
+
+
+def test_a_price_of_zero_is_a_price() -> None:
+    found = price(Usage(model="m", input_tokens=10, output_tokens=10), NOW, overrides=rates("0", "0"))
+    assert (found.cost_usd, found.price_id) == (0, "override/m")
+    assert is_known("own:m", NOW, overrides=rates("0", "0")) and not is_known("own:m", NOW)
+
+
+def test_an_override_holds_from_its_day_on() -> None:
+    one, two = Rates(Decimal(1), Decimal(1), since=date(2026, 2, 1)), Rates(Decimal(2), Decimal(2), since=date(2026, 6, 1))
+    usage = Usage(model="gpt-4o", provider="openai", input_tokens=1_000_000)
+    found = {
+        day: price(usage, datetime.fromisoformat(f"{day}T00:00:00+00:00"), overrides={"gpt-4o": [two, one]})
+        for day in ("2026-01-31", "2026-02-01", "2026-05-31", "2026-06-01")
+    }
+    assert [one.cost_usd for one in found.values()] == [Decimal("2.5"), 1, 1, 2]
+    assert [str(one.price_id).partition("/")[0] for one in found.values()] == ["genai-prices-" + version("genai-prices")] + [
+        "override"
+    ] * 3
+    late = datetime.fromisoformat("2026-06-01T01:00:00+02:00")  # still May in UTC
+    assert price(usage, late, overrides={"gpt-4o": [one, two]}).price_id == "override/gpt-4o@2026-02-01"
+
+
+@pytest.mark.parametrize("provider", ["demo", "openai", ""])
+def test_a_call_of_which_nothing_was_measured_has_no_price_rather_than_zero(provider: str) -> None:
+    cut = Usage(model="gpt-4o", provider=provider, measured=False)
+    assert price(cut, NOW, overrides={"gpt-4o": [Rates(Decimal(1), Decimal(1))]}) == UNKNOWN
+    assert price(Usage(model="gpt-4o", provider="openai"), NOW).cost_usd == 0, "measured, and it was nothing"
+
+
+@given(st.dictionaries(st.sampled_from(COUNTS), st.one_of(st.integers(), st.floats(), st.none(), st.text())))
+def test_whatever_a_provider_counts_the_price_is_no_error_and_not_negative(counts: dict[str, Any]) -> None:
+    usage = Usage("claude-sonnet-4-5", "anthropic", **counts).counted()
+    found = price(usage, NOW)
+    assert found == UNKNOWN or (found.cost_usd is not None and found.cost_usd >= 0)
+    assert found != UNKNOWN or not usage.measured

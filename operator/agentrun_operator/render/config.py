@@ -46,9 +46,17 @@ _OPERATOR_ONLY: _Paths = (
 """Members that no pod reads: they reach pods by their environment, their template, or not at all."""
 
 _NOT_READ_BY: Mapping[Component, _Paths] = {
-    Component.GATEWAY: (("agent",), ("workers",), ("reaper",)),
-    Component.WORKER: (("gateway",), ("submission",), ("reaper",), ("suspend",)),
-    Component.SCHEDULER: (("agent",), ("gateway",)),
+    Component.GATEWAY: (("agent",), ("workers",), ("reaper",), ("prices",), ("budget", "onUnknownPrice")),
+    Component.WORKER: (
+        ("gateway",),
+        ("submission",),
+        ("reaper",),
+        ("suspend",),
+        ("budget", "usdPerDay"),
+        ("budget", "usdPerUserDay"),
+        ("budget", "timeZone"),
+    ),
+    Component.SCHEDULER: (("agent",), ("gateway",), ("budget", "onUnknownPrice")),
 }
 """What a component never looks at: a change of it must not replace its pods. A field that is not named here does replace them."""
 

@@ -1,12 +1,13 @@
 """The price of a model call, from the dated table that genai-prices carries along: no network, never updated while running.
 
-All arithmetic is in exact decimals. A model without a price has none: `cost_usd` is None, never 0 and never a guess.
+All arithmetic is in exact decimals. A model without a price has none: `cost_usd` is None, never 0 and never a guess. Nor has a call of
+which nothing was measured and nothing could be estimated. Prices of one's own (`overrides`) win over the table, each from its day on.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, date, datetime
 from decimal import Decimal
 from importlib.metadata import version
 
@@ -24,12 +25,20 @@ _REGION = re.compile(r"^(us|eu|apac|ap|global|us-gov|jp|au|ca)\.")
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Prices in USD per million tokens. Without a price of their own, cached and cache-write tokens cost what input costs."""
+    """Prices in USD per million tokens, for calls from the day `since` (UTC) on. Zero is a price.
+
+    Without a price of their own, cached and cache-write tokens cost what input costs.
+    """
 
     input: Decimal
     output: Decimal
     cached: Decimal | None = None
     cache_write: Decimal | None = None
+    since: date = date.min
+
+
+Overrides = Mapping[str, Sequence[Rates]]
+"""Prices of one's own by `provider:model` or `model`, in any order of their days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +54,29 @@ DEMO_RATES = Rates(input=Decimal("1"), output=Decimal("2"))
 """The pretend price of `demo:` models."""
 
 
-def price(usage: Usage, at: datetime, *, overrides: Mapping[str, Rates] | None = None) -> Price:
-    """The price of `usage` at the time `at`. `overrides` win over the table; their keys are `provider:model` or `model`."""
+def price(usage: Usage, at: datetime, *, overrides: Overrides | None = None) -> Price:
+    """The price of `usage` at the time `at`."""
+    if not usage.measured and not (usage.input_tokens or usage.output_tokens or usage.reasoning_tokens):
+        return UNKNOWN
     if usage.provider == DEMO or usage.model.startswith(f"{DEMO}:"):
         return _by_rates(usage, DEMO_RATES, DEMO)
     for name in _names(usage) if overrides else ():
-        if overrides and name in overrides:
-            return _by_rates(usage, overrides[name], f"override/{name}")
+        if (rates := _on(at, (overrides or {}).get(name, ()))) is not None:
+            return _by_rates(usage, rates, f"override/{name}" + (f"@{rates.since}" if rates.since > date.min else ""))
     return _by_table(usage, at)
+
+
+def is_known(model: str, at: datetime, *, overrides: Overrides | None = None) -> bool:
+    """Whether a call of `provider:name` would have a price."""
+    provider, _, name = model.partition(":")
+    usage = Usage(name, provider, input_tokens=1, output_tokens=1)
+    return price(usage, at, overrides=overrides) != UNKNOWN
+
+
+def _on(at: datetime, found: Sequence[Rates]) -> Rates | None:
+    """The rates of the day: the newest that have begun."""
+    day = at.astimezone(UTC).date()
+    return max((rates for rates in found if rates.since <= day), key=lambda rates: rates.since, default=None)
 
 
 def _by_rates(usage: Usage, rates: Rates, price_id: str) -> Price:

@@ -19,6 +19,8 @@ class SlotOutcome(StrEnum):
     """It was too old to be made up for, by startingDeadlineSeconds or catchUp."""
     SKIPPED_SUSPENDED = "skipped_suspended"
     """The CronTask or its AgentRun was suspended."""
+    SKIPPED_BUDGET = "skipped_budget"
+    """The day's budget was spent, or set aside for runs that had not ended."""
     FAILED = "failed"
     """The run could not be stored, or ended as failed."""
 

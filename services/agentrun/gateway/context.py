@@ -12,6 +12,7 @@ from agentrun.gateway.problems import INVALID_PARAMETER, Problem, not_found
 from agentrun.gateway.publisher import Publisher
 from agentrun.gateway.submissions import Submissions
 from agentrun.store import runs
+from agentrun.store.budgets import Budget
 from agentrun.store.pool import Pool
 
 SESSION_RULE = f"A session's name has {NAME_RULE}, is valid UTF-8 without `/`, and is neither `.` nor `..`."
@@ -30,6 +31,8 @@ class Gateway:
     submissions: Submissions
     publisher: Publisher
     feeds: Feeds
+    budget: Budget | None
+    """Into what new runs must fit."""
     ready: Callable[[], str | None]
     """What stands against getting traffic, None if nothing does."""
 

@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from agentrun.domain.errors import StoreUnavailable
+from agentrun.store.budgets import Refused
 from agentrun.store.follow_ups import FollowedUp
 from agentrun.store.transitions import Submission
 
 Session = tuple[str, str]
 """A session by its user and its name."""
-Waiting = tuple[Submission, "asyncio.Future[FollowedUp]"]
+Answer = FollowedUp | Refused
+Waiting = tuple[Submission, "asyncio.Future[Answer]"]
 
 
 def session_of(submission: Submission) -> Session:
@@ -25,7 +27,7 @@ def session_of(submission: Submission) -> Session:
 class FollowUps:
     """Decides messages with `decide`, in the order of `put` within each session. Belongs to one event loop."""
 
-    def __init__(self, decide: Callable[[Submission], Awaitable[FollowedUp]], *, at_once: int) -> None:
+    def __init__(self, decide: Callable[[Submission], Awaitable[Answer]], *, at_once: int) -> None:
         self._decide = decide
         self._room = asyncio.Semaphore(at_once)
         self._sessions: dict[Session, deque[Waiting]] = {}
@@ -40,9 +42,9 @@ class FollowUps:
         """Whether messages of the session wait here: a later one must wait behind them."""
         return session in self._sessions
 
-    def put(self, submission: Submission) -> "asyncio.Future[FollowedUp]":
+    def put(self, submission: Submission) -> "asyncio.Future[Answer]":
         """Takes a message; the future gets what `decide` answers or raises. Whoever waits may be cancelled: it is decided all the same."""
-        future: asyncio.Future[FollowedUp] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         future.add_done_callback(_looked_at)
         session = session_of(submission)
         self._waiting += 1
@@ -71,7 +73,7 @@ class FollowUps:
             self._drop(waiting, asyncio.CancelledError())
             del self._sessions[session]  # in the same step as the last look at `waiting`, or a message could be left behind
 
-    async def _one(self, submission: Submission, future: "asyncio.Future[FollowedUp]", behind: deque[Waiting]) -> None:
+    async def _one(self, submission: Submission, future: "asyncio.Future[Answer]", behind: deque[Waiting]) -> None:
         try:
             if future.cancelled():
                 return  # nobody waits for it, and nothing is stored: as if the request had not come
@@ -97,7 +99,7 @@ class FollowUps:
                 future.set_exception(error) if isinstance(error, Exception) else future.cancel()
 
 
-def _looked_at(future: "asyncio.Future[FollowedUp]") -> None:
+def _looked_at(future: "asyncio.Future[Answer]") -> None:
     """Whoever waited may have left: an error that nobody asks for is no news."""
     if not future.cancelled():
         future.exception()

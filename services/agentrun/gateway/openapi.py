@@ -25,6 +25,7 @@ _SUBMITTING = (
     problems.BODY_TOO_LARGE,
     problems.UNSUPPORTED_MEDIA_TYPE,
     problems.IDEMPOTENCY_KEY_REUSED,
+    problems.BUDGET_EXHAUSTED,
     problems.OVERLOADED,
     problems.SUSPENDED,
 )
@@ -40,8 +41,14 @@ _PROBLEMS: dict[tuple[str, str], tuple[ProblemType, ...]] = {
     ("/v1/cron-tasks", "get"): (*_GUARDED, problems.INVALID_PARAMETER),
     ("/v1/cron-tasks/{name}", "get"): (*_GUARDED, problems.NOT_FOUND),
     ("/v1/cron-tasks/{name}/slots", "get"): (*_GUARDED, problems.INVALID_PARAMETER, problems.NOT_FOUND),
-    ("/v1/cron-tasks/{name}/trigger", "post"): (*_GUARDED, problems.NOT_FOUND, problems.SUSPENDED),
-    ("/v1/cron-tasks/{name}/backfill", "post"): (*_GUARDED, problems.INVALID_PARAMETER, problems.NOT_FOUND, problems.SUSPENDED),
+    ("/v1/cron-tasks/{name}/trigger", "post"): (*_GUARDED, problems.NOT_FOUND, problems.BUDGET_EXHAUSTED, problems.SUSPENDED),
+    ("/v1/cron-tasks/{name}/backfill", "post"): (
+        *_GUARDED,
+        problems.INVALID_PARAMETER,
+        problems.NOT_FOUND,
+        problems.BUDGET_EXHAUSTED,
+        problems.SUSPENDED,
+    ),
 }
 
 _PROBLEM: dict[str, Any] = {

@@ -46,6 +46,7 @@ SESSION_BUSY = ProblemType("session_busy", 409, "The session has a run that has 
 BODY_TOO_LARGE = ProblemType("body_too_large", 413, "The request body is too large")
 UNSUPPORTED_MEDIA_TYPE = ProblemType("unsupported_media_type", 415, "The request body has the wrong content type")
 IDEMPOTENCY_KEY_REUSED = ProblemType("idempotency_key_reused", 422, "The Idempotency-Key was used for another body")
+BUDGET_EXHAUSTED = ProblemType("budget_exhausted", 429, "The day's budget is spent or set aside")
 HEADERS_TOO_LARGE = ProblemType("headers_too_large", 431, "The address and headers are too large")
 INTERNAL = ProblemType("internal", 500, "The gateway made a mistake")
 STORE_UNAVAILABLE = ProblemType("store_unavailable", 503, "The database does not answer")

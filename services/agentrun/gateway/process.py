@@ -18,6 +18,7 @@ from agentrun.bus.events import EventStream
 from agentrun.bus.keys import Keys
 from agentrun.bus.live import LiveFeed
 from agentrun.bus.runs import WorkStream
+from agentrun.costs.rules import budget_of
 from agentrun.domain.errors import BusUnavailable, ConfigurationError
 from agentrun.domain.events import Event
 from agentrun.domain.follow_ups import Policy
@@ -109,6 +110,7 @@ async def _parts(settings: Settings, manifest: AgentRun, authenticator: Authenti
             submissions=submissions,
             publisher=publisher,
             feeds=feeds,
+            budget=budget_of(manifest.spec),
             ready=schema.wrong,
         )
     finally:
@@ -130,7 +132,9 @@ def _submissions(pool: Pool, publisher: Publisher, agent: str, manifest: AgentRu
         window_seconds=spec.follow_ups.window_seconds,
         at_once=max(1, spec.database.pool_size // 2),
     )
-    return Submissions(pool, publisher, agent=agent, dedupe_seconds=spec.submission.dedupe_seconds, rules=rules)
+    return Submissions(
+        pool, publisher, agent=agent, dedupe_seconds=spec.submission.dedupe_seconds, rules=rules, budget=budget_of(spec)
+    )
 
 
 def _feeds(pool: Pool, live: LiveFeed, events: EventStream, timing: Timing) -> Feeds:

@@ -17,9 +17,10 @@ from agentrun.domain.states import RunStatus
 from agentrun.gateway.answering import answering, read_back
 from agentrun.gateway.bodies import MessageBody
 from agentrun.gateway.follow_ups import FollowUps, session_of
-from agentrun.gateway.problems import IDEMPOTENCY_KEY_REUSED, INVALID_CURSOR, OVERLOADED, SESSION_BUSY, Problem
+from agentrun.gateway.problems import BUDGET_EXHAUSTED, IDEMPOTENCY_KEY_REUSED, INVALID_CURSOR, OVERLOADED, SESSION_BUSY, Problem
 from agentrun.gateway.publisher import Publisher
 from agentrun.store import follow_ups, runs
+from agentrun.store.budgets import Budget, Refused
 from agentrun.store.follow_ups import FollowedUp
 from agentrun.store.group import Group
 from agentrun.store.ids import new_id
@@ -96,33 +97,45 @@ class FollowUpRules:
     at_once: int
 
 
-Decided = Submitted | asyncio.Future[FollowedUp]
+Decided = Submitted | Refused | asyncio.Future[FollowedUp | Refused]
 
 
 class Submissions:
     """Stores submissions in groups. Belongs to one event loop."""
 
-    def __init__(self, pool: Pool, publisher: Publisher, *, agent: str, dedupe_seconds: int, rules: FollowUpRules) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        publisher: Publisher,
+        *,
+        agent: str,
+        dedupe_seconds: int,
+        rules: FollowUpRules,
+        budget: Budget | None = None,
+    ) -> None:
         self._pool = pool
         self._publisher = publisher
         self._agent = agent
         self._dedupe_seconds = dedupe_seconds
         self._rules = rules
+        self._budget = budget
         self._group: Group[Submission, Decided] = Group(self._commit, weigh=_weight, stage="submit")
         self._follow_ups = FollowUps(self._follow_up, at_once=rules.at_once)
 
     async def accept(self, message: Message) -> Accepted:
         """Stores the submission, or finds the run of an earlier one that says the same.
 
-        Raises Problem: the key was used for another body, the session is busy and the policy is Reject, the database is away, or too
-        many requests wait for it.
+        Raises Problem: the key was used for another body, the session is busy and the policy is Reject, the day's budget is exhausted, the
+        database is away, or too many requests wait for it.
         """
         if len(self._group) + len(self._follow_ups) >= MOST_WAITING or self._group.weight >= MOST_WAITING_BYTES:
             raise Problem(OVERLOADED, "Send the same request again, with the same Idempotency-Key if it had one.")
         submission = self._prepare(message)
         async with answering():
             decided = await self._group.submit(submission)
-            found = decided if isinstance(decided, Submitted) else await self._decided(decided)
+            found = await self._decided(decided) if isinstance(decided, asyncio.Future) else decided
+        if isinstance(found, Refused):
+            raise refusal(found)
         if found.reused:
             raise _reused()
         return Accepted(found.run_id, found.session_id, submission.external_id, found.status, found.replayed)
@@ -162,18 +175,18 @@ class Submissions:
         # Rows of a session that has others waiting wait behind them, in their order.
         plain = [item for item in group if not self._follow_ups.busy(session_of(item))]
         await failpoints.hit("gateway.submit.before")
-        stored = await read_back(lambda: follow_ups.submit(self._pool, plain, self._rules.policy)) if plain else []
+        stored = await read_back(lambda: follow_ups.submit(self._pool, plain, self._rules.policy, self._budget)) if plain else []
         await failpoints.hit("gateway.submit.committed")
-        self._publisher.publish([run.run_id for run in stored if run and run.is_head and not run.reused])
+        self._publisher.publish([run.run_id for run in stored if isinstance(run, Submitted) and run.is_head and not run.reused])
         found = {item.run_id: run for item, run in zip(plain, stored, strict=True)}
         return [found.get(item.run_id) or self._follow_ups.put(item) for item in group]
 
-    async def _follow_up(self, submission: Submission) -> FollowedUp:
-        policy, window = self._rules.policy, self._rules.window_seconds
+    async def _follow_up(self, submission: Submission) -> FollowedUp | Refused:
+        policy, window, budget = self._rules.policy, self._rules.window_seconds, self._budget
         await failpoints.hit("gateway.follow_up.before")
-        done = await read_back(lambda: follow_ups.follow_up(self._pool, submission, policy, window_seconds=window))
+        done = await read_back(lambda: follow_ups.follow_up(self._pool, submission, policy, window_seconds=window, budget=budget))
         await failpoints.hit("gateway.follow_up.committed")
-        if done.rejected:
+        if isinstance(done, Refused) or done.rejected:
             return done
         if (taken := done.superseded) is not None:
             if taken.owner is not None:
@@ -185,8 +198,10 @@ class Submissions:
             self._publisher.publish([done.run.run_id])
         return done
 
-    async def _decided(self, decided: "asyncio.Future[FollowedUp]") -> Submitted:
+    async def _decided(self, decided: "asyncio.Future[FollowedUp | Refused]") -> Submitted | Refused:
         done = await decided
+        if isinstance(done, Refused):
+            return done
         if done.rejected:
             raise Problem(
                 SESSION_BUSY,
@@ -194,6 +209,19 @@ class Submissions:
                 members={"run_id": str(done.run.run_id), "run_status": done.run.status.value},
             )
         return done.run
+
+
+def refusal(refused: Refused) -> Problem:
+    """The answer to a submission that does not fit into the day's budget."""
+    telemetry.BUDGET_REFUSALS.labels(refused.scope).inc()
+    whose = "The runs of this user have" if refused.scope == "user" else "The runs of this agent have"
+    return Problem(
+        BUDGET_EXHAUSTED,
+        f"{whose} spent or set aside what they may cost today. Nothing was stored. Send the same request again after "
+        f"{refused.wait_seconds} s, with the same Idempotency-Key if it had one.",
+        headers={"Retry-After": str(refused.wait_seconds)},
+        members={"scope": refused.scope},
+    )
 
 
 def _reused() -> Problem:

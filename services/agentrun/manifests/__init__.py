@@ -22,6 +22,7 @@ from agentrun.manifests.execution import (
     WorkersSpec,
 )
 from agentrun.manifests.loading import Manifests, agent_run_of, cron_task_of, load, load_all, load_one, parse, parse_all
+from agentrun.manifests.money import BudgetSpec, PriceSpec
 from agentrun.manifests.pods import NetworkPolicy, PodTemplate, Resources, Service
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "AgentRunSpec",
     "AgentSpec",
     "AuthSpec",
+    "BudgetSpec",
     "CatchUpSpec",
     "CronTask",
     "CronTaskMetadata",
@@ -44,6 +46,7 @@ __all__ = [
     "NamedRef",
     "NetworkPolicy",
     "PodTemplate",
+    "PriceSpec",
     "ReaperSpec",
     "RedisSpec",
     "Resources",

@@ -33,6 +33,7 @@ from agentrun.manifests.execution import (
     SubmissionSpec,
     WorkersSpec,
 )
+from agentrun.manifests.money import BudgetSpec, PriceSpec
 from agentrun.manifests.pods import NetworkPolicy, PodTemplate, Resources, Service
 
 ModelName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]*:[!-~]+$", max_length=253)]
@@ -200,6 +201,12 @@ class AgentRunSpec(Spec):
     submission: SubmissionSpec = Field(default_factory=SubmissionSpec, description="How submissions are told apart.")
     follow_ups: FollowUpsSpec = Field(default_factory=FollowUpsSpec, description="Messages while a session is busy.")
     streaming: StreamingSpec = Field(default_factory=StreamingSpec, description="How a run's events become durable.")
+    budget: BudgetSpec = Field(default_factory=BudgetSpec, description="What may be spent. Without limits nothing is refused.")
+    prices: Annotated[list[PriceSpec], keyed("model", "since")] = Field(
+        default_factory=list,
+        max_length=128,
+        description="Prices of one's own. They win over the built-in ones, from their day on.",
+    )
     network_policy: NetworkPolicy = Field(
         default_factory=NetworkPolicy,
         description="What the pods may be connected with.",

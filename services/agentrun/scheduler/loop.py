@@ -17,25 +17,32 @@ import structlog
 from agentrun import failpoints
 from agentrun.domain import slots
 from agentrun.domain.errors import AgentrunError, StoreUnavailable
-from agentrun.domain.slots import STARTED
+from agentrun.domain.slots import STARTED, SlotOutcome
 from agentrun.domain.states import RunStatus
 from agentrun.schedules import tasks
 from agentrun.schedules.decision import Concurrency, decide
 from agentrun.schedules.starting import Owner, start_slots
 from agentrun.schedules.tasks import Task
-from agentrun.store import cron_tasks, transitions
+from agentrun.store import cron_tasks
 from agentrun.store import slots as table
+from agentrun.store.budgets import Budget, Refused
 from agentrun.store.cron_tasks import Locked
 from agentrun.store.ids import new_id
 from agentrun.store.pool import Connection, Pool, unavailable
 from agentrun.store.slots import Slot, Started
-from agentrun.store.transitions import Reason, TakenOver, TakeOver
-from agentrun.telemetry import RUNS_FINISHED, SLOT_DELAY, SLOTS, TAKEOVERS
+from agentrun.store.transitions import Reason, Submitted, TakenOver
+from agentrun.telemetry import BUDGET_REFUSALS, RUNS_FINISHED, SLOT_DELAY, SLOTS, TAKEOVERS
 
 _REFUSED = (asyncpg.PostgresError, asyncpg.InterfaceError)
 """What `unavailable` lets through: errors about values."""
 
+_OVER_BUDGET = "the day's budget is spent or set aside for runs that have not ended"
+
 _log = structlog.get_logger(__name__)
+
+
+class _NothingFits(Exception):
+    """Rolls back what was done for a slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +63,25 @@ class Firing:
     """The schedules of one AgentRun."""
 
     def __init__(
-        self, pool: Pool, announcer: Announcer, *, namespace: str, name: str, suspended: bool, ahead: timedelta = timedelta()
+        self,
+        pool: Pool,
+        announcer: Announcer,
+        *,
+        namespace: str,
+        name: str,
+        suspended: bool,
+        budget: Budget | None = None,
+        ahead: timedelta = timedelta(),
     ) -> None:
-        """`suspended`: the AgentRun's own spec.suspend. `ahead` sets this scheduler's idea of now off from Postgres'."""
+        """`suspended`: the AgentRun's own spec.suspend. `budget`: into what runs must fit. `ahead` sets this scheduler's idea of now off
+        from Postgres'.
+        """
         self._pool = pool
         self._announcer = announcer
         self._namespace = namespace
         self._agent = f"{namespace}/{name}"
         self._suspended = suspended
+        self._budget = budget
         self._ahead = ahead
         self._begun = False
         self._broken: set[UUID] = set()
@@ -106,6 +124,8 @@ class Firing:
         now = locked.now + self._ahead
         for one in decided:
             SLOTS.labels(one.outcome.value).inc()
+            if one.outcome is SlotOutcome.SKIPPED_BUDGET:
+                BUDGET_REFUSALS.labels("slot").inc()
             if one.outcome in STARTED:
                 SLOT_DELAY.observe(max((now - one.slot).total_seconds(), 0.0))
         if news.cancelled:
@@ -127,35 +147,43 @@ class Firing:
             decided = [one for one in decided if one.slot in new]
             starting = [one.slot for one in decided if one.outcome in STARTED]
             if starting:
-                if task.concurrency_policy is Concurrency.REPLACE and active:
-                    news.cancelled.extend(await _cancel(conn, active))
-                if refusal := await self._start(conn, uid, task, starting, news):
-                    decided = [Slot(one.slot, slots.SlotOutcome.FAILED) if one.slot in starting else one for one in decided]
-                    await table.fail(conn, uid, starting, refusal)
+                replaced = active if task.concurrency_policy is Concurrency.REPLACE else []
+                owner = Owner(self._agent, uid, task, self._budget)
+                skipped, outcome, why = await self._start(conn, owner, starting, replaced, news)
+                if skipped:
+                    decided = [Slot(one.slot, outcome) if one.slot in skipped else one for one in decided]
+                    await table.fail(conn, uid, skipped, why, outcome)
             await table.prune(conn, uid, keep=task.history_limit)
         await cron_tasks.note(conn, locked, decided_through=newest, next_slot=when.next(max(now, after)))
         return decided
 
-    async def _start(self, conn: Connection, uid: UUID, task: Task, starting: Sequence[datetime], news: News) -> str | None:
-        """Stores the runs of slots, all or none. Why they cannot be stored, None if they are."""
-        wanted = [Started(slot, new_id(), _not_before(uid, task, slot)) for slot in starting]
+    async def _start(
+        self, conn: Connection, owner: Owner, starting: Sequence[datetime], replaced: Sequence[UUID], news: News
+    ) -> tuple[list[datetime], SlotOutcome, str]:
+        """Stores the runs of slots: all, none if they cannot be stored, or those that fit into the day's budget. Answers the slots without
+        a run, their outcome, and why. A run is replaced only by one that is stored.
+        """
+        wanted = [Started(slot, new_id(), _not_before(owner.uid, owner.task, slot)) for slot in starting]
         try:
             async with conn.transaction():
-                found = await start_slots(conn, Owner(self._agent, uid, task), wanted)
+                found, cancelled = await start_slots(conn, owner, wanted, replaced=replaced)
+                if cancelled and not any(isinstance(run, Submitted) for run in found):
+                    raise _NothingFits
+        except _NothingFits:
+            return list(starting), SlotOutcome.SKIPPED_BUDGET, _OVER_BUDGET
         except _REFUSED as error:
             if conn.is_closed():
                 raise StoreUnavailable("the connection was lost while runs of slots were stored") from error
-            _log.error("a scheduled run cannot be stored", cron_task=task.name, slots=len(starting), error=str(error))
-            return f"the run could not be stored: {error}"
-        news.heads.extend(run.run_id for run, one in zip(found, wanted, strict=True) if run.is_head and one.not_before is None)
-        return None
+            _log.error("a scheduled run cannot be stored", cron_task=owner.task.name, slots=len(starting), error=str(error))
+            return list(starting), SlotOutcome.FAILED, f"the run could not be stored: {error}"
+        news.cancelled.extend(cancelled)
+        pairs = list(zip(found, wanted, strict=True))
+        stored = [(run, one) for run, one in pairs if isinstance(run, Submitted)]
+        news.heads.extend(run.run_id for run, one in stored if run.is_head and one.not_before is None)
+        refused = [one.slot for run, one in pairs if isinstance(run, Refused)]
+        return refused, SlotOutcome.SKIPPED_BUDGET, _OVER_BUDGET
 
 
 def _not_before(uid: UUID, task: Task, slot: datetime) -> datetime | None:
     wait = slots.jitter(uid, slot, most=task.jitter_seconds)
     return slot + wait if wait else None
-
-
-async def _cancel(conn: Connection, active: Sequence[UUID]) -> list[TakenOver]:
-    taken = await transitions.take_over(conn, [TakeOver(run_id, Reason.CANCELLED) for run_id in active])
-    return [one for one in taken if one.ok]

@@ -15,6 +15,7 @@ from agentrun.bus.control import Control
 from agentrun.bus.events import EventStream
 from agentrun.bus.keys import Keys
 from agentrun.bus.runs import WorkStream
+from agentrun.costs.rules import budget_of
 from agentrun.maintenance.reaper import Limits, Reaper
 from agentrun.maintenance.schema import SchemaWatch
 from agentrun.maintenance.supervise import Supervisor
@@ -66,6 +67,7 @@ async def run(settings: Settings, manifest: AgentRun, *, stop: asyncio.Event | N
                     namespace=settings.namespace,
                     name=settings.name,
                     suspended=manifest.spec.suspend,
+                    budget=budget_of(manifest.spec),
                 )
                 supervisor.every("slots", SLOT_SECONDS, firing.tick)
                 watching = Watching(pool, namespace=settings.namespace, suspended=manifest.spec.suspend)

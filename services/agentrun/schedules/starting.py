@@ -8,33 +8,52 @@ from uuid import UUID
 import msgspec
 
 from agentrun.domain import idempotency, slots
+from agentrun.domain.follow_ups import Policy
 from agentrun.schedules.tasks import Task
+from agentrun.store import follow_ups, transitions
 from agentrun.store import slots as table
-from agentrun.store import transitions
+from agentrun.store.budgets import Budget, Refused
 from agentrun.store.ids import new_id
 from agentrun.store.pool import Connection
 from agentrun.store.slots import Started
-from agentrun.store.transitions import Submission, Submitted
+from agentrun.store.transitions import Reason, Submission, Submitted, TakenOver, TakeOver
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose runs they are: the AgentRun (namespace/name), and the CronTask with its uid."""
+    """Whose runs they are: the AgentRun (namespace/name), the CronTask with its uid, and the budget into which they must fit."""
 
     agent: str
     uid: UUID
     task: Task
+    budget: Budget | None
 
 
-async def start_slots(conn: Connection, owner: Owner, starting: Sequence[Started]) -> list[Submitted]:
-    """Stores the runs of slots and binds them to their rows. Raises StoreUnavailable, and Postgres' errors about values."""
-    found = await transitions.submit(conn, [_of_slot(owner, one) for one in starting])
-    bound = [Started(one.slot, run.run_id, one.not_before) for one, run in zip(starting, found, strict=True)]
-    await table.link(conn, owner.uid, bound)
-    return found
+async def start_slots(
+    conn: Connection, owner: Owner, starting: Sequence[Started], *, replaced: Sequence[UUID] = ()
+) -> tuple[list[Submitted | Refused], list[TakenOver]]:
+    """Cancels the runs that are replaced, stores those of slots and binds them to their rows; what does not fit into the day's budget is
+    not stored. Raises StoreUnavailable, and Postgres' errors about values.
+    """
+    group = [_of_slot(owner, one) for one in starting]
+    cancelled: list[TakenOver] = []
+    if replaced:
+        await transitions.hold_sessions(conn, group, replaced)
+        taken = await transitions.take_over(conn, [TakeOver(run_id, Reason.CANCELLED) for run_id in replaced])
+        cancelled = [one for one in taken if one.ok]
+    found = await _submit(conn, owner, group)
+    pairs = zip(starting, found, strict=True)
+    bound = [Started(one.slot, run.run_id, one.not_before) for one, run in pairs if isinstance(run, Submitted)]
+    if bound:
+        await table.link(conn, owner.uid, bound)
+    return found, cancelled
 
 
-async def start_manual(conn: Connection, owner: Owner, client_id: str, now: datetime) -> Submitted:
+async def _submit(conn: Connection, owner: Owner, group: Sequence[Submission]) -> list[Submitted | Refused]:
+    return [one for one in await follow_ups.submit(conn, group, Policy.ENQUEUE, owner.budget) if one is not None]
+
+
+async def start_manual(conn: Connection, owner: Owner, client_id: str, now: datetime) -> Submitted | Refused:
     """Stores the run that somebody asks for under an id of theirs, or finds the one that they were given before.
 
     It is of no slot. Raises as `start_slots`.
@@ -50,8 +69,9 @@ async def start_manual(conn: Connection, owner: Owner, client_id: str, now: date
         text=slots.fill(task.input, task=task.name, slot=now),
         asked=asked,
     )
-    (found,) = await transitions.submit(conn, [submission])
-    await table.adopt(conn, owner.uid, [found.run_id])
+    (found,) = await _submit(conn, owner, [submission])
+    if isinstance(found, Submitted):
+        await table.adopt(conn, owner.uid, [found.run_id])
     return found
 
 

@@ -87,14 +87,16 @@ async def backfill(conn: Executor, task: UUID, wanted: Sequence[datetime]) -> No
         )
 
 
-async def fail(conn: Executor, task: UUID, failed: Sequence[datetime], detail: str) -> None:
-    """Says of slots that their runs could not be stored, and why. Raises StoreUnavailable."""
+async def fail(
+    conn: Executor, task: UUID, failed: Sequence[datetime], detail: str, outcome: SlotOutcome = SlotOutcome.FAILED
+) -> None:
+    """Says of slots that their runs were not stored, and why. Raises StoreUnavailable."""
     with unavailable():
         await conn.execute(
             "UPDATE slots SET outcome = $3, detail = $4 WHERE task = $1 AND slot = ANY ($2)",
             task,
             list(failed),
-            SlotOutcome.FAILED.value,
+            outcome.value,
             detail,
         )
 

@@ -3,16 +3,22 @@
 -- submit_group: insert first, then read back the losers; a replay changes nothing. Answers in the order asked.
 -- Where the policy is not Enqueue, only the first row of a session is inserted here, and only if the session has no unfinished run. What is
 -- not found afterwards has left the group (run_id null): it is to be decided by follow_up, one after the other in their order.
+-- With p_budget a new run reserves what it may cost, last of all; what does not fit is taken back (run_id null, refused says why).
 CREATE OR REPLACE FUNCTION agentrun_1.submit_group(
     p_run uuid[], p_session uuid[], p_input uuid[], p_agent text[], p_user text[], p_external text[], p_given text[],
-    p_key text[], p_client_key text[], p_body_hash text[], p_body text[], p_content text[], p_policy text)
-RETURNS TABLE (run_id uuid, session_id uuid, status text, inserted boolean, reused boolean, is_head boolean)
+    p_key text[], p_client_key text[], p_body_hash text[], p_body text[], p_content text[], p_policy text, p_budget jsonb)
+RETURNS TABLE (run_id uuid, session_id uuid, status text, inserted boolean, reused boolean, is_head boolean,
+               refused text, wait integer)
 LANGUAGE plpgsql VOLATILE AS $$
 #variable_conflict use_column
 DECLARE
     v_ids uuid[];
     v_base bigint[];
-    v_made integer;
+    v_new uuid[];
+    v_users text[];
+    v_refused uuid[];
+    v_scopes text[];
+    v_waits integer[];
 BEGIN
     -- sessions in the order of their unique key, so that two groups cannot wait for each other
     INSERT INTO sessions (id, agent, user_id, external_id)
@@ -45,17 +51,28 @@ BEGIN
         WHERE p_policy = 'Enqueue' OR numbered.place = 0 AND (  -- a scalar: one look into the index for each, never a join
             SELECT b.id FROM runs b WHERE b.session_id = numbered.session_id AND b.status IN ('pending', 'running') LIMIT 1) IS NULL
     ), made AS (
-        INSERT INTO runs (id, agent, user_id, session_id, session_given, session_position, idempotency_key, client_key, body_hash, input)
-        SELECT id, agent, user_id, session_id, given, position, key, client_key, body_hash, body::jsonb
+        INSERT INTO runs (id, agent, user_id, session_id, session_given, session_position, idempotency_key, client_key, body_hash, input,
+                          reserved_usd, budget_day)
+        SELECT id, agent, user_id, session_id, given, position, key, client_key, body_hash, body::jsonb,
+               (p_budget ->> 'run')::numeric, agentrun_1.budget_day(p_budget)
         FROM tried ORDER BY user_id, given, client_key, key
         ON CONFLICT DO NOTHING RETURNING id
+    ), put AS (
+        INSERT INTO inputs (id, run_id, held_by, session_id, position, content)
+        SELECT n.input_id, n.id, n.id, n.session_id, n.position, n.content::jsonb FROM tried n JOIN made ON made.id = n.id
     )
-    INSERT INTO inputs (id, run_id, held_by, session_id, position, content)
-    SELECT n.input_id, n.id, n.id, n.session_id, n.position, n.content::jsonb FROM tried n JOIN made ON made.id = n.id;
-    GET DIAGNOSTICS v_made = ROW_COUNT;
+    SELECT array_agg(n.id ORDER BY n.ord), array_agg(n.user_id ORDER BY n.ord) INTO v_new, v_users
+    FROM tried n JOIN made ON made.id = n.id;
+
+    IF p_budget IS NOT NULL AND v_new IS NOT NULL THEN
+        SELECT array_agg(x.run_id), array_agg(x.scope), array_agg(x.wait) INTO v_refused, v_scopes, v_waits
+        FROM agentrun_1.reserve(v_new, v_users, p_budget) x;
+        DELETE FROM inputs i WHERE i.run_id = ANY (v_refused);
+        DELETE FROM runs r WHERE r.id = ANY (v_refused);
+    END IF;
 
     -- a refused key reuse stores nothing, so the session that was made for it goes too; nobody else has seen it yet
-    IF v_made < cardinality(p_run) THEN
+    IF coalesce(cardinality(v_new), 0) - coalesce(cardinality(v_refused), 0) < cardinality(p_run) THEN
         DELETE FROM sessions s WHERE s.id = ANY (p_session) AND NOT EXISTS (SELECT 1 FROM runs r WHERE r.session_id = s.id);
     END IF;
 
@@ -63,9 +80,11 @@ BEGIN
     SELECT r.id, r.session_id, r.status, r.id = n.id, r.idempotency_key <> n.key,
            r.status = 'pending' AND NOT EXISTS (
                SELECT 1 FROM runs b WHERE b.session_id = r.session_id AND b.session_position < r.session_position
-               AND b.status IN ('pending', 'running'))
+               AND b.status IN ('pending', 'running')),
+           f.scope, f.wait
     FROM unnest(p_run, p_agent, p_user, p_given, p_key, p_client_key)
          WITH ORDINALITY AS n (id, agent, user_id, given, key, client_key, ord)
+    LEFT JOIN unnest(v_refused, v_scopes, v_waits) AS f (id, scope, wait) ON f.id = n.id
     LEFT JOIN LATERAL (
         SELECT * FROM runs x WHERE x.idempotency_key = n.key
         UNION ALL
@@ -76,7 +95,17 @@ BEGIN
     ORDER BY n.ord;
 END $$;
 
--- submit: as submit_group with the policy Enqueue. What code before schema 3 calls, and CronTasks.
+-- submit_group, submit: what code before schema 4, and before schema 3, calls.
+CREATE OR REPLACE FUNCTION agentrun_1.submit_group(
+    p_run uuid[], p_session uuid[], p_input uuid[], p_agent text[], p_user text[], p_external text[], p_given text[],
+    p_key text[], p_client_key text[], p_body_hash text[], p_body text[], p_content text[], p_policy text)
+RETURNS TABLE (run_id uuid, session_id uuid, status text, inserted boolean, reused boolean, is_head boolean)
+LANGUAGE sql VOLATILE AS $$
+    SELECT run_id, session_id, status, inserted, reused, is_head
+    FROM agentrun_1.submit_group(p_run, p_session, p_input, p_agent, p_user, p_external, p_given, p_key, p_client_key,
+                                 p_body_hash, p_body, p_content, p_policy, NULL)
+$$;
+
 CREATE OR REPLACE FUNCTION agentrun_1.submit(
     p_run uuid[], p_session uuid[], p_input uuid[], p_agent text[], p_user text[], p_external text[], p_given text[],
     p_key text[], p_client_key text[], p_body_hash text[], p_body text[], p_content text[])
@@ -108,9 +137,11 @@ END $$;
 --   else                                it is the session's next run
 -- The session's lock keeps runs from ending (finish and take_over take it first), not from being claimed; the run's lock does that, and
 -- the attempt's lock keeps effects from being initiated. So effects are read in a statement after the one that locked the attempt.
-CREATE OR REPLACE FUNCTION agentrun_1.follow_up(
+-- Over the budget it raises AR429; whoever calls it rolls all of it back.
+CREATE OR REPLACE FUNCTION agentrun_1.follow_up_within(
     p_run uuid, p_session uuid, p_input uuid, p_agent text, p_user text, p_external text, p_given text,
-    p_key text, p_client_key text, p_body_hash text, p_body text, p_content text, p_policy text, p_window double precision)
+    p_key text, p_client_key text, p_body_hash text, p_body text, p_content text, p_policy text, p_window double precision,
+    p_budget jsonb)
 RETURNS TABLE (run_id uuid, session_id uuid, status text, inserted boolean, reused boolean, is_head boolean, rejected boolean,
                superseded uuid, epoch integer, owner text, event_seq integer[], event_kind text[], event_data text[])
 LANGUAGE plpgsql VOLATILE AS $$
@@ -119,6 +150,8 @@ DECLARE
     v_session uuid;
     v_position bigint;
     v_last runs;
+    v_merged runs;
+    v_refusal record;
     v_chain uuid;
     v_made integer;
 BEGIN
@@ -126,8 +159,10 @@ BEGIN
     SELECT s.id, s.next_position INTO STRICT v_session, v_position FROM sessions s
     WHERE s.agent = p_agent AND s.user_id = p_user AND s.external_id = p_external FOR NO KEY UPDATE;
 
-    INSERT INTO runs (id, agent, user_id, session_id, session_given, session_position, idempotency_key, client_key, body_hash, input)
-    VALUES (p_run, p_agent, p_user, v_session, p_given, v_position, p_key, p_client_key, p_body_hash, p_body::jsonb)
+    INSERT INTO runs (id, agent, user_id, session_id, session_given, session_position, idempotency_key, client_key, body_hash, input,
+                      reserved_usd, budget_day)
+    VALUES (p_run, p_agent, p_user, v_session, p_given, v_position, p_key, p_client_key, p_body_hash, p_body::jsonb,
+            (p_budget ->> 'run')::numeric, agentrun_1.budget_day(p_budget))
     ON CONFLICT DO NOTHING;
     GET DIAGNOSTICS v_made = ROW_COUNT;
 
@@ -155,12 +190,29 @@ BEGIN
                 OR now() > (SELECT min(i.created_at) + make_interval(secs => p_window) FROM inputs i WHERE i.held_by = v_last.id);
             IF agentrun_1.take_over_locked(v_last.id, 'superseded', v_last.epoch, NULL, 0, NULL, p_run, 0, NULL) THEN
                 UPDATE inputs i SET held_by = p_run WHERE i.held_by = v_last.id AND i.fate IS NULL;
+                v_merged := v_last;
             END IF;
             EXIT;
         END LOOP;
         UPDATE sessions s SET next_position = v_position + 1 WHERE s.id = v_session;
         INSERT INTO inputs (id, run_id, held_by, session_id, position, content)
         VALUES (p_input, p_run, p_run, v_session, v_position, p_content::jsonb);
+
+        -- what the merged run has not spent is there for the new one; their counters are locked together
+        IF p_budget IS NOT NULL AND v_merged.reserved_usd IS NOT NULL THEN
+            PERFORM agentrun_1.hold_counters(
+                ARRAY['agent', 'agent', 'user:' || p_user, 'user:' || p_user],
+                ARRAY[v_merged.budget_day, agentrun_1.budget_day(p_budget), v_merged.budget_day, agentrun_1.budget_day(p_budget)]);
+        END IF;
+        IF v_merged.reserved_usd IS NOT NULL THEN
+            PERFORM agentrun_1.settle(NULL, NULL, NULL, NULL, ARRAY[v_merged.id]);
+        END IF;
+        IF p_budget IS NOT NULL THEN
+            SELECT * INTO v_refusal FROM agentrun_1.reserve(ARRAY[p_run], ARRAY[p_user], p_budget);
+            IF FOUND THEN
+                RAISE EXCEPTION 'budget' USING ERRCODE = 'AR429', DETAIL = v_refusal.scope, HINT = v_refusal.wait;
+            END IF;
+        END IF;
     END IF;
 
     -- The run that was superseded stood just below, so that a repeated call finds it too; what it misses, readers find by themselves.
@@ -190,4 +242,53 @@ BEGIN
         FROM (SELECT * FROM messages x WHERE x.run_id = o.id ORDER BY x.seq DESC LIMIT 2) m
         WHERE m.epoch = o.epoch AND m.kind IN ('restart', 'superseded')
     ) v ON true;
+END $$;
+
+-- follow_up: over the budget nothing is stored, nothing is superseded, and `refused` says why.
+CREATE OR REPLACE FUNCTION agentrun_1.follow_up(
+    p_run uuid, p_session uuid, p_input uuid, p_agent text, p_user text, p_external text, p_given text,
+    p_key text, p_client_key text, p_body_hash text, p_body text, p_content text, p_policy text, p_window double precision,
+    p_budget jsonb)
+RETURNS TABLE (run_id uuid, session_id uuid, status text, inserted boolean, reused boolean, is_head boolean, rejected boolean,
+               superseded uuid, epoch integer, owner text, event_seq integer[], event_kind text[], event_data text[],
+               refused text, wait integer)
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    v_scope text;
+    v_wait text;
+BEGIN
+    RETURN QUERY SELECT f.*, NULL::text, NULL::integer FROM agentrun_1.follow_up_within(
+        p_run, p_session, p_input, p_agent, p_user, p_external, p_given, p_key, p_client_key, p_body_hash, p_body, p_content,
+        p_policy, p_window, p_budget) f;
+EXCEPTION WHEN SQLSTATE 'AR429' THEN
+    GET STACKED DIAGNOSTICS v_scope = PG_EXCEPTION_DETAIL, v_wait = PG_EXCEPTION_HINT;
+    RETURN QUERY SELECT NULL::uuid, NULL::uuid, NULL::text, false, false, false, false, NULL::uuid, NULL::integer, NULL::text,
+                        NULL::integer[], NULL::text[], NULL::text[], v_scope, v_wait::integer;
+END $$;
+
+-- follow_up: what code before schema 4 calls.
+CREATE OR REPLACE FUNCTION agentrun_1.follow_up(
+    p_run uuid, p_session uuid, p_input uuid, p_agent text, p_user text, p_external text, p_given text,
+    p_key text, p_client_key text, p_body_hash text, p_body text, p_content text, p_policy text, p_window double precision)
+RETURNS TABLE (run_id uuid, session_id uuid, status text, inserted boolean, reused boolean, is_head boolean, rejected boolean,
+               superseded uuid, epoch integer, owner text, event_seq integer[], event_kind text[], event_data text[])
+LANGUAGE sql VOLATILE AS $$
+    SELECT * FROM agentrun_1.follow_up_within(p_run, p_session, p_input, p_agent, p_user, p_external, p_given, p_key, p_client_key,
+                                              p_body_hash, p_body, p_content, p_policy, p_window, NULL)
+$$;
+
+-- hold_sessions: makes and locks the sessions of runs that are to be submitted, and locks those of runs that are to be taken over, so that
+-- both may be done in one transaction and the order of the locks is kept.
+CREATE OR REPLACE FUNCTION agentrun_1.hold_sessions(p_id uuid[], p_agent text[], p_user text[], p_external text[], p_run uuid[]) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    INSERT INTO sessions (id, agent, user_id, external_id)
+    SELECT DISTINCT ON (n.agent, n.user_id, n.external_id) n.id, n.agent, n.user_id, n.external_id
+    FROM unnest(p_id, p_agent, p_user, p_external) AS n (id, agent, user_id, external_id)
+    ORDER BY n.agent, n.user_id, n.external_id ON CONFLICT DO NOTHING;
+    PERFORM 1 FROM sessions s
+    WHERE s.id IN (SELECT x.id FROM sessions x JOIN unnest(p_agent, p_user, p_external) AS n (agent, user_id, external_id)
+                       USING (agent, user_id, external_id)
+                   UNION SELECT r.session_id FROM runs r WHERE r.id = ANY (p_run))
+    ORDER BY s.id FOR NO KEY UPDATE;
 END $$;

@@ -108,6 +108,7 @@ class LedgerRow:
     cost_usd: Decimal | None
     price_id: str | None
     unmeasured: bool
+    provider: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,19 @@ def submission_row(item: Submission) -> tuple[object, ...]:
         item.body,
         item.content,
     )
+
+
+async def hold_sessions(conn: Executor, group: Sequence[Submission], run_ids: Sequence[UUID]) -> None:
+    """Locks the sessions of submissions and of runs that are to be taken over, for a transaction that does both: without it the second
+    would lock sessions after the first has locked the counters of budgets. Raises StoreUnavailable.
+    """
+    columns = [[item.session_id, item.agent, item.user_id, item.external_id] for item in group]
+    with unavailable():
+        await conn.execute(
+            "SELECT agentrun_1.hold_sessions($1, $2, $3, $4, $5)",
+            *(list(column) for column in zip(*columns, strict=True)),
+            list(run_ids),
+        )
 
 
 async def claim(conn: Executor, group: Sequence[Claim], *, lease_seconds: float) -> list[Claimed]:
@@ -370,6 +384,7 @@ def _ledger(group: Sequence[Flush | Finish | TakeOver], default_epoch: int | Non
             "epoch": item.epoch if item.epoch is not None else default_epoch,
             "call": row.call,
             "model": row.model,
+            "provider": row.provider,
             "input_tokens": row.input_tokens,
             "cached_tokens": row.cached_tokens,
             "cache_write_tokens": row.cache_write_tokens,

@@ -2,13 +2,14 @@
 -- before *that statement*, in one round trip and one transaction.
 --
 -- Row locks are FOR NO KEY UPDATE (foreign-key checks hold KEY SHARE, against which FOR UPDATE deadlocks), taken in one order:
--- all sessions by id, all runs by id, all attempts by (run_id, epoch). Flush, checkpoint and renewal lock attempts alone; the claim
--- locks runs alone. `UPDATE … FROM unnest` locks in no order, so each multi-row UPDATE joins a CTE that has locked its rows in order.
+-- new ledger rows by key, all sessions by id, all runs by id, all attempts by (run_id, epoch), ledger rows that change, counters of
+-- budgets by (scope, day) and once. Flush, checkpoint and renewal lock attempts alone; the claim locks runs, and of a run that was tried
+-- before its last attempt. `UPDATE … FROM unnest` locks in no order, so each multi-row UPDATE joins a CTE that has locked its rows in order.
 --
 -- Fencing: every write of an attempt is in one statement with an UPDATE of its attempts row that says outcome = 'running'. That is a
 -- row lock, not a check: whoever ends the attempt waits, or is waited for.
 
--- Submissions are in submissions.sql, effects in effects.sql; the three files are applied as one.
+-- Submissions are in submissions.sql, effects in effects.sql, money in money.sql; the files are applied as one.
 
 CREATE SCHEMA IF NOT EXISTS agentrun_1;
 
@@ -20,6 +21,10 @@ RETURNS TABLE (run_id uuid, epoch integer, owner text, agent text, user_id text,
                seq_reserved integer, top integer, checkpoint jsonb, checkpoint_seq integer, retries integer)
 LANGUAGE plpgsql VOLATILE AS $$
 #variable_conflict use_column
+DECLARE
+    v_ids uuid[];
+    v_epochs integer[];
+    v_owners text[];
 BEGIN
     WITH n AS (
         SELECT * FROM unnest(p_run, p_seen, p_owner) AS t (id, seen, owner)
@@ -33,11 +38,20 @@ BEGIN
         UPDATE runs r SET status = 'running', epoch = r.epoch + 1, started_at = coalesce(r.started_at, now()), not_before = NULL
         FROM locked WHERE r.id = locked.id RETURNING r.id, r.epoch, locked.owner
     )
+    SELECT array_agg(id), array_agg(epoch), array_agg(owner) INTO v_ids, v_epochs, v_owners FROM moved;
+
+    -- a call of the attempt before may be booked just now: booked_usd is copied in a statement after the one that holds that attempt
+    IF 1 < ANY (v_epochs) THEN
+        PERFORM 1 FROM attempts a JOIN unnest(v_ids, v_epochs) AS m (id, epoch) ON a.run_id = m.id AND a.epoch = m.epoch - 1
+            ORDER BY a.run_id FOR NO KEY UPDATE OF a;
+    END IF;
+
     INSERT INTO attempts (run_id, epoch, owner, lease_expires_at, seq_reserved, checkpoint, checkpoint_seq, booked_usd)
     SELECT m.id, m.epoch, m.owner, now() + make_interval(secs => p_lease),
            coalesce((SELECT max(seq) FROM messages x WHERE x.run_id = m.id), -1) + p_reserve,
            a.checkpoint, coalesce(a.checkpoint_seq, -1), coalesce(a.booked_usd, 0)
-    FROM moved m LEFT JOIN attempts a ON a.run_id = m.id AND a.epoch = m.epoch - 1;
+    FROM unnest(v_ids, v_epochs, v_owners) AS m (id, epoch, owner)
+    LEFT JOIN attempts a ON a.run_id = m.id AND a.epoch = m.epoch - 1;
 
     RETURN QUERY
     SELECT r.id, a.epoch, a.owner, r.agent, r.user_id, r.session_id, r.session_position, a.seq_reserved,
@@ -68,22 +82,6 @@ LANGUAGE sql VOLATILE AS $$
     WHERE a.outcome = 'running' AND NOT EXISTS (SELECT 1 FROM moved m WHERE m.run_id = a.run_id AND m.epoch = a.epoch)
 $$;
 
--- book: ledger rows, whoever owns the run by now. The same call reported again is one row.
-CREATE OR REPLACE FUNCTION agentrun_1.book(p_ledger jsonb) RETURNS void
-LANGUAGE sql VOLATILE AS $$
-    INSERT INTO ledger (run_id, epoch, call, agent, user_id, session_id, cron_task, model, input_tokens, cached_tokens,
-        cache_write_tokens, output_tokens, reasoning_tokens, audio_input_tokens, audio_output_tokens, cost_usd, price_id, unmeasured)
-    SELECT x.run_id, x.epoch, x.call, r.agent, r.user_id, r.session_id, r.cron_task, x.model, x.input_tokens, x.cached_tokens,
-        x.cache_write_tokens, x.output_tokens, x.reasoning_tokens, x.audio_input_tokens, x.audio_output_tokens,
-        x.cost_usd, x.price_id, x.unmeasured
-    FROM jsonb_to_recordset(p_ledger) AS x (run_id uuid, epoch integer, call integer, model text, input_tokens bigint,
-        cached_tokens bigint, cache_write_tokens bigint, output_tokens bigint, reasoning_tokens bigint, audio_input_tokens bigint,
-        audio_output_tokens bigint, cost_usd numeric, price_id text, unmeasured boolean)
-    JOIN runs r ON r.id = x.run_id
-    ORDER BY x.run_id, x.epoch, x.call
-    ON CONFLICT DO NOTHING
-$$;
-
 -- flush: events and the numbers reserved for the next ones, and a checkpoint where one is given. Neither seq_reserved nor the checkpoint
 -- goes back: a request may arrive after the next one.
 CREATE OR REPLACE FUNCTION agentrun_1.flush(
@@ -92,8 +90,16 @@ CREATE OR REPLACE FUNCTION agentrun_1.flush(
 RETURNS TABLE (run_id uuid, epoch integer)
 LANGUAGE plpgsql VOLATILE AS $$
 #variable_conflict use_column
+DECLARE
+    v_runs uuid[];
+    v_epochs integer[];
+    v_costs numeric[];
 BEGIN
-    IF p_ledger IS NOT NULL THEN PERFORM agentrun_1.book(p_ledger); END IF;
+    IF p_ledger IS NOT NULL THEN
+        SELECT * INTO v_runs, v_epochs, v_costs FROM agentrun_1.book_calls(p_ledger);
+        PERFORM 1 FROM attempts a JOIN (SELECT DISTINCT * FROM unnest(p_run, p_epoch)) AS n (run_id, epoch) USING (run_id, epoch)
+            ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a;
+    END IF;
     RETURN QUERY
     WITH asked AS (
         SELECT * FROM unnest(p_run, p_epoch, p_reserve, p_checkpoint_seq, p_checkpoint) AS t (run_id, epoch, reserve, ck_seq, ck)
@@ -117,6 +123,7 @@ BEGIN
         ORDER BY e.run_id, e.seq ON CONFLICT DO NOTHING
     )
     SELECT fenced.run_id, fenced.epoch FROM fenced;
+    IF p_ledger IS NOT NULL THEN PERFORM agentrun_1.settle(p_ledger, v_runs, v_epochs, v_costs, NULL); END IF;
 END $$;
 
 -- next_head: the session's unfinished run of lowest position, if it may be published now.
@@ -134,10 +141,21 @@ CREATE OR REPLACE FUNCTION agentrun_1.finish(
 RETURNS TABLE (run_id uuid, epoch integer, ok boolean, next_head uuid)
 LANGUAGE plpgsql VOLATILE AS $$
 #variable_conflict use_column
+DECLARE
+    v_runs uuid[];
+    v_epochs integer[];
+    v_costs numeric[];
+    v_ended uuid[];
 BEGIN
-    IF p_ledger IS NOT NULL THEN PERFORM agentrun_1.book(p_ledger); END IF;
+    IF p_ledger IS NOT NULL THEN
+        SELECT * INTO v_runs, v_epochs, v_costs FROM agentrun_1.book_calls(p_ledger);
+    END IF;
     PERFORM 1 FROM sessions WHERE id IN (SELECT r.session_id FROM runs r WHERE r.id = ANY (p_run)) ORDER BY id FOR NO KEY UPDATE;
     PERFORM 1 FROM runs WHERE id = ANY (p_run) ORDER BY id FOR NO KEY UPDATE;
+    IF p_ledger IS NOT NULL THEN
+        PERFORM 1 FROM attempts a JOIN unnest(p_run, p_epoch) AS n (run_id, epoch) USING (run_id, epoch)
+            ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a;
+    END IF;
 
     WITH n AS (
         SELECT * FROM unnest(p_run, p_epoch, p_status, p_result, p_error) AS t (run_id, epoch, status, result, error)
@@ -156,9 +174,12 @@ BEGIN
     ), ended AS (
         UPDATE runs r SET status = n.status, result = n.result::jsonb, error = n.error::jsonb, finished_at = clock_timestamp()
         FROM n JOIN fenced f ON f.run_id = n.run_id AND f.epoch = n.epoch WHERE r.id = n.run_id RETURNING r.id, r.status
+    ), answered AS (
+        UPDATE inputs i SET fate = CASE ended.status WHEN 'succeeded' THEN 'answered_in' ELSE 'failed_in' END, fate_run = ended.id
+        FROM ended WHERE i.held_by = ended.id AND i.fate IS NULL
     )
-    UPDATE inputs i SET fate = CASE ended.status WHEN 'succeeded' THEN 'answered_in' ELSE 'failed_in' END, fate_run = ended.id
-    FROM ended WHERE i.held_by = ended.id AND i.fate IS NULL;
+    SELECT array_agg(ended.id) INTO v_ended FROM ended;
+    PERFORM agentrun_1.settle(p_ledger, v_runs, v_epochs, v_costs, v_ended);
 
     RETURN QUERY
     SELECT n.run_id, n.epoch, coalesce(a.outcome = 'finished', false), agentrun_1.next_head(r.session_id)
@@ -174,7 +195,7 @@ END $$;
 --   handed_back  by a draining worker, its own; retrying  by an attempt, its own, due again after p_after seconds:
 --                both bring their buffer and lower seq_reserved to their last number, so nothing has to be voided
 --   cancelled, superseded  end the run, whoever holds it
--- The caller holds the locks of session, run and attempt.
+-- The caller holds the locks of session, run and attempt, and settles the budget of a run that has ended.
 CREATE OR REPLACE FUNCTION agentrun_1.take_over_locked(
     p_run uuid, p_reason text, p_epoch integer, p_reserved integer, p_after double precision, p_error text, p_by uuid,
     p_max_lost integer, p_until timestamptz)
@@ -204,6 +225,7 @@ BEGIN
     END IF;
 
     IF p_reason = 'lost' THEN
+        UPDATE ledger l SET lost = true WHERE l.run_id = p_run AND l.epoch = v_run.epoch AND NOT l.lost;
         SELECT count(*) INTO v_lost FROM attempts a WHERE a.run_id = p_run AND a.outcome = 'lost';
         IF v_lost >= p_max_lost THEN
             v_status := 'failed';
@@ -250,12 +272,18 @@ LANGUAGE plpgsql VOLATILE AS $$
 #variable_conflict use_column
 DECLARE
     n record;
+    v_runs uuid[];
+    v_epochs integer[];
+    v_costs numeric[];
+    v_taken uuid[];
 BEGIN
-    IF p_ledger IS NOT NULL THEN PERFORM agentrun_1.book(p_ledger); END IF;
+    IF p_ledger IS NOT NULL THEN
+        SELECT * INTO v_runs, v_epochs, v_costs FROM agentrun_1.book_calls(p_ledger);
+    END IF;
     PERFORM 1 FROM sessions WHERE id IN (SELECT r.session_id FROM runs r WHERE r.id = ANY (p_run)) ORDER BY id FOR NO KEY UPDATE;
     PERFORM 1 FROM runs WHERE id = ANY (p_run) ORDER BY id FOR NO KEY UPDATE;
-    PERFORM 1 FROM attempts a JOIN runs r ON r.id = a.run_id AND r.epoch = a.epoch WHERE a.run_id = ANY (p_run)
-        ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a;
+    PERFORM 1 FROM attempts a JOIN runs r ON r.id = a.run_id JOIN unnest(p_run, p_epoch) AS n (id, epoch) ON n.id = r.id
+        WHERE a.epoch IN (r.epoch, n.epoch) ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a;
 
     -- the buffer of an attempt that gives back its own run, while it still holds it
     INSERT INTO messages (run_id, seq, epoch, kind, data)
@@ -266,8 +294,12 @@ BEGIN
 
     FOR n IN SELECT * FROM unnest(p_run, p_reason, p_epoch, p_reserved, p_after, p_error, p_by)
              AS t (run_id, reason, epoch, reserved, after, error, by_run) ORDER BY 1 LOOP
-        PERFORM agentrun_1.take_over_locked(n.run_id, n.reason, n.epoch, n.reserved, n.after, n.error, n.by_run, p_max_lost, p_until);
+        IF agentrun_1.take_over_locked(n.run_id, n.reason, n.epoch, n.reserved, n.after, n.error, n.by_run, p_max_lost, p_until) THEN
+            v_taken := v_taken || n.run_id;
+        END IF;
     END LOOP;
+    PERFORM agentrun_1.settle(p_ledger, v_runs, v_epochs, v_costs, (
+        SELECT array_agg(r.id) FROM runs r WHERE r.id = ANY (v_taken) AND r.status NOT IN ('pending', 'running')));
 
     RETURN QUERY
     SELECT n.run_id,

@@ -16,6 +16,7 @@ from agentrun.worker.context import AttemptContext, Opening
 from agentrun.worker.endings import Ending, Failure
 from agentrun.worker.lease import Lease
 from agentrun.worker.patience import log
+from agentrun.worker.purse import Purse
 from agentrun.worker.run_log import RunLog
 
 CANCEL_SECONDS = 2.0
@@ -34,7 +35,16 @@ class End(StrEnum):
 class Attempt:
     """One attempt, from its first event to its ending."""
 
-    def __init__(self, executor: Executor, run: RunInfo, opening: Opening, run_log: RunLog, lease: Lease, ending: Ending) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        run: RunInfo,
+        opening: Opening,
+        run_log: RunLog,
+        lease: Lease,
+        ending: Ending,
+        purse: Purse,
+    ) -> None:
         self._executor = executor
         self._run = run
         self._log = run_log
@@ -42,7 +52,7 @@ class Attempt:
         self._ending = ending
         self._asked: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._refusal: Exception | None = None
-        self._context = AttemptContext(run, opening, run_log, lease, self._asked)
+        self._context = AttemptContext(run, opening, run_log, lease, self._asked, purse)
         self._over = False
         self.left_behind: asyncio.Task[Result] | None = None
         run_log.on_refused = self._refused

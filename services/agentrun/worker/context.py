@@ -3,21 +3,21 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from agentrun import failpoints
 from agentrun.agents.base import RunInfo, Turn, Usage, UserInput
 from agentrun.agents.effects import Effect, EffectPolicy, Reconcile
 from agentrun.agents.failures import AgentFailure
-from agentrun.costs.pricing import UNKNOWN, Price, price
+from agentrun.costs.amounts import usd
 from agentrun.domain.events import TERMINAL, Kind, encode_data
 from agentrun.domain.text import clean
+from agentrun.store.budgets import Purse as Spent
 from agentrun.store.transitions import LedgerRow
 from agentrun.telemetry import MODEL_CALLS, UNKNOWN_PRICES
 from agentrun.worker.effects import Effects
 from agentrun.worker.lease import Lease
-from agentrun.worker.patience import log
+from agentrun.worker.purse import Purse
 from agentrun.worker.run_log import RunLog
 
 OURS = TERMINAL | {Kind.CREATED, Kind.STARTED, Kind.RESTART, Kind.VOID, Kind.USAGE}
@@ -30,17 +30,20 @@ TOO_LARGE = "too_large"
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What an agent is given at the start."""
+    """What an agent is given at the start; `purse` is what its run may spend and has spent."""
 
     inputs: Sequence[UserInput]
     history: Sequence[Turn]
     state: Any
+    purse: Spent
 
 
 class AttemptContext:
     """The agent's view of its attempt; see `agents.base.Context`."""
 
-    def __init__(self, run: RunInfo, opening: Opening, run_log: RunLog, lease: Lease, asked: asyncio.Future[Any]) -> None:
+    def __init__(
+        self, run: RunInfo, opening: Opening, run_log: RunLog, lease: Lease, asked: asyncio.Future[Any], purse: Purse
+    ) -> None:
         self.run = run
         self.inputs = opening.inputs
         self.history = opening.history
@@ -48,6 +51,7 @@ class AttemptContext:
         self._log = run_log
         self._lease = lease
         self._asked = asked
+        self._purse = purse
         self._calls = 0
         self._effects = Effects(run, run_log, self.ready)
 
@@ -74,7 +78,7 @@ class AttemptContext:
             what = f"an event {kind.value} of {len(encoded)} bytes; an event has at most {EVENT_BYTES}: send it in pieces"
             raise AgentFailure(what, type=TOO_LARGE)
         while True:
-            await self.ready()
+            await self._sure()
             if self._log.room:
                 break
             await self._log.flush()
@@ -83,7 +87,11 @@ class AttemptContext:
         return event.seq
 
     async def ready(self) -> None:
-        """Waits while the lease is in doubt. Raises Fenced."""
+        """Waits while the lease is in doubt. Raises Fenced, and AgentFailure if the run may not spend any more."""
+        await self._sure()
+        self._purse.check()
+
+    async def _sure(self) -> None:
         self._log.check()
         if self._lease.in_doubt:
             await self._lease.sure()
@@ -104,7 +112,7 @@ class AttemptContext:
                 "reasoning_tokens": row.reasoning_tokens,
                 "audio_input_tokens": row.audio_input_tokens,
                 "audio_output_tokens": row.audio_output_tokens,
-                "cost_usd": None if row.cost_usd is None else str(row.cost_usd),
+                "cost_usd": None if row.cost_usd is None else usd(row.cost_usd),
                 "unmeasured": row.unmeasured,
             },
         )
@@ -135,7 +143,7 @@ class AttemptContext:
 
     def _row(self, usage: Usage) -> LedgerRow:
         usage = usage.counted()
-        cost = _cost(usage)
+        cost = self._purse.pay(usage)
         row = LedgerRow(
             call=self._calls,
             model=usage.model,
@@ -149,6 +157,7 @@ class AttemptContext:
             cost_usd=cost.cost_usd,
             price_id=cost.price_id,
             unmeasured=not usage.measured,
+            provider=usage.provider,
         )
         self._calls += 1
         MODEL_CALLS.labels(str(row.unmeasured).lower()).inc()
@@ -156,12 +165,3 @@ class AttemptContext:
             UNKNOWN_PRICES.inc()
         self._log.book(row)
         return row
-
-
-def _cost(usage: Usage) -> Price:
-    """The price of a call; unknown rather than a booking that is lost."""
-    try:
-        return price(usage, datetime.now(UTC))
-    except Exception:
-        log.exception("a model call could not be priced", model=usage.model)
-        return UNKNOWN

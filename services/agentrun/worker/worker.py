@@ -5,7 +5,7 @@ import random
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
@@ -16,6 +16,7 @@ from agentrun.bus.control import Control, ControlAction, ControlMessage
 from agentrun.bus.events import EventStream
 from agentrun.bus.keys import Keys
 from agentrun.bus.runs import WorkStream
+from agentrun.costs.rules import Rules, rules_of
 from agentrun.maintenance.supervise import Stamp, Supervisor
 from agentrun.manifests import AgentRun
 from agentrun.store.pool import Pool
@@ -30,6 +31,7 @@ from agentrun.worker.event_writer import Writer
 from agentrun.worker.keeper import LeaseKeeper
 from agentrun.worker.lease import Lease
 from agentrun.worker.patience import Complaint, by_halves, log
+from agentrun.worker.purse import Purse
 from agentrun.worker.run_log import FlushLimits, RunLog
 from agentrun.worker.slots import Slots
 
@@ -53,6 +55,7 @@ class Limits:
     flush: FlushLimits
     retries: Retries
     max_lost_attempts: int
+    money: Rules = field(default_factory=Rules)
 
 
 def limits(manifest: AgentRun) -> Limits:
@@ -65,6 +68,7 @@ def limits(manifest: AgentRun) -> Limits:
         flush=FlushLimits(streaming.flush_events, streaming.flush_milliseconds / 1000),
         retries=Retries(workers.retries, FIRST_BACK_OFF_SECONDS, random.random),
         max_lost_attempts=manifest.spec.reaper.max_lost_attempts,
+        money=rules_of(manifest.spec),
     )
 
 
@@ -240,7 +244,8 @@ class Worker:
     def _start(self, one: Taken, lease: Lease, given: Opening) -> None:
         claimed, run_log = one.claimed, self._log(one, lease)
         run = RunInfo(claimed.run_id, claimed.session_id, claimed.agent, claimed.user_id, claimed.epoch)
-        attempt = Attempt(self._executor, run, given, run_log, lease, self._ending(one, run_log, lease))
+        purse = Purse(self._limits.money, given.purse)
+        attempt = Attempt(self._executor, run, given, run_log, lease, self._ending(one, run_log, lease), purse)
         self._attempts[lease.ref] = attempt
         if self._hand_back.is_set():
             attempt.ask(End.HANDED_BACK)

@@ -6,7 +6,8 @@ check takes; NU = FOR NO KEY UPDATE; U = FOR UPDATE. To insert a unique key coun
 insert waits for the first one's end.
 
 The rows: sessions s1, s2 with runs r1, r2, their running attempts a1, a2, budget counters b1, b2, the unique keys
-of sessions (n…), of runs (k…) and of ledger rows (l…: a call that is reported again waits for the first report).
+of sessions (n…), of runs (k…) and of ledger rows (l…: a call that is reported again waits for the first report); ledger rows that are
+there and change (m…).
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ def locks(text: str) -> Transaction:
     return [(row, mode or "NU") for row, _, mode in (item.partition(":") for item in text.split())]
 
 
-# Ledger rows by key (no fence holds for them), sessions by id, runs by id, attempts by (run, epoch), counters last.
+# Ledger rows by key (no fence holds for them), sessions by id, runs by id, attempts by (run, epoch), ledger rows that change,
+# counters last.
 # Where a group has one member, the second name of a row is left out.
 TRANSACTIONS: Mapping[str, Transaction] = {
     "submit group": locks("n1 n2 s1 s2 k1 k2 b1 b2"),
     "submit, merges": locks("s2 k3 r2 a2 b1 b2"),
     "submit, queues": locks("s1 k1 b1"),
-    "claim group": locks("r1 r2 r1:KS r2:KS"),
-    "flush group": locks("l1 l2 a1 a2 r1:KS r2:KS"),
-    "checkpoint with booking": locks("l2 a2 r2:KS b1 b2"),
+    "claim group": locks("r1 r2 a1 a2 r1:KS r2:KS"),
+    "flush group": locks("l1 l2 a1 a2 r1:KS r2:KS m1 m2 b1 b2"),
+    "checkpoint with booking": locks("l2 a2 r2:KS m2 b1 b2"),
     "effect": locks("a1 r1:KS"),
-    "booking": locks("l1 a1 b1 b2"),
+    "booking": locks("l1 a1 m1 b1 b2"),
     "renew group": locks("a1 a2"),
-    "finish group": locks("l1 l2 s1 s2 r1 r2 a1 a2 r1:KS r2:KS b1 b2"),
-    "take_over": locks("l1 s1 r1 a1 r1:KS b1 b2"),
-    "take_over group": locks("l1 l2 s1 s2 r1 r2 a1 a2 r1:KS r2:KS b1 b2"),
-    "slots, Replace": locks("t1 n1 s1 s2 k1 k2 r1 a1 r1:KS b1 b2"),
+    "finish group": locks("l1 l2 s1 s2 r1 r2 a1 a2 r1:KS r2:KS m1 m2 b1 b2"),
+    "take_over": locks("l1 s1 r1 a1 m1 r1:KS b1 b2"),
+    "take_over group": locks("l1 l2 s1 s2 r1 r2 a1 a2 m1 r1:KS m2 r2:KS b1 b2"),
+    "slots, Replace": locks("t1 n1 s1 s2 r1 a1 r1:KS b1 s1 s2 k3 b1 b2"),  # every later lock but the new key is held already
+    "reprice": locks("a1 a2 m1 m2 b1 b2"),
 }
 
 # Each of these deadlocks with some transaction above.
@@ -54,6 +57,7 @@ PLANTED: Mapping[str, Transaction] = {
     "sessions of a group in no order": locks("s2 s1 k1 k2"),
     "new sessions of a group in no order": locks("n2 n1 s1 s2 k1 k2"),
     "a call is booked after the fence": locks("a1 l1"),
+    "a re-report locks the row that is there": locks("l1 m1 a1"),
     "counters in no order": locks("a1 b2 b1"),
     "merges of one transaction count one by one": locks("s1 s2 k1 r1 a1 b1 k2 r2 a2 b1"),
     "slots of one transaction count one by one": locks("t1 s1 k1 b1 k2 r1 a1 b1"),

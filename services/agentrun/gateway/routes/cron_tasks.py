@@ -19,6 +19,7 @@ from agentrun.gateway.auth import Caller
 from agentrun.gateway.context import Gateway, events_url
 from agentrun.gateway.problems import FORBIDDEN, INVALID_HEADER, INVALID_PARAMETER, Problem, not_found, suspended
 from agentrun.gateway.routes.parameters import Limit, Who
+from agentrun.gateway.submissions import refusal
 from agentrun.schedules import manual, tasks
 from agentrun.store import cron_tasks, slots
 from agentrun.store.cron_tasks import Schedule, TaskState
@@ -139,8 +140,15 @@ def router(gateway: Gateway) -> APIRouter:
             raise Problem(INVALID_HEADER, "Idempotency-Key has 1 to 100 letters, digits and characters of ._:~- here.")
         _not_suspended(gateway)
         client_id = key or secrets.token_hex(16)
-        async with answering():
-            done = await read_back(lambda: manual.trigger(gateway.pool, agent=gateway.agent, name=name, client_id=client_id))
+        try:
+            async with answering():
+                done = await read_back(
+                    lambda: manual.trigger(
+                        gateway.pool, agent=gateway.agent, name=name, client_id=client_id, budget=gateway.budget
+                    )
+                )
+        except manual.OverBudget as over:
+            raise refusal(over.refused) from None
         if done is None:
             raise not_found("CronTask")
         if done.run.is_head:
@@ -175,8 +183,11 @@ def router(gateway: Gateway) -> APIRouter:
                         until=until.astimezone(UTC) if until is not None else None,
                         limit=limit,
                         dry_run=dry_run,
+                        budget=gateway.budget,
                     )
                 )
+        except manual.OverBudget as over:
+            raise refusal(over.refused) from None
         except manual.NotYet:
             raise Problem(INVALID_PARAMETER, "`to` has not come yet. Slots are not run ahead of their time.") from None
         if done is None:

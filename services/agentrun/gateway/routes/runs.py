@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from agentrun import telemetry
+from agentrun.costs.amounts import usd
 from agentrun.domain.states import FINAL, Outcome, RunStatus
 from agentrun.gateway.answering import answering, read_back
 from agentrun.gateway.context import Gateway, events_url, page_position, session_name
@@ -46,6 +47,10 @@ class Usage(BaseModel):
     unpriced_calls: int
     unmeasured_calls: int
     price_ids: list[str]
+    lost_calls: int = Field(
+        description="Of these calls, those of attempts whose worker was lost: the next attempt made them again."
+    )
+    lost_usd: str = Field(description="What they cost.")
 
 
 class Input(BaseModel):
@@ -221,10 +226,12 @@ def router(gateway: Gateway) -> APIRouter:
                 calls=cost.calls,
                 input_tokens=cost.input_tokens,
                 output_tokens=cost.output_tokens,
-                cost_usd=None if cost.cost_usd is None else str(cost.cost_usd),
+                cost_usd=None if cost.cost_usd is None else usd(cost.cost_usd),
                 unpriced_calls=cost.unpriced,
                 unmeasured_calls=cost.unmeasured,
                 price_ids=list(cost.price_ids),
+                lost_calls=cost.lost_calls,
+                lost_usd=usd(cost.lost_usd),
             ),
         )
 

@@ -1,9 +1,9 @@
 """The schema's history (forward-only SQL files) and the runner that applies it.
 
 Each file runs in one transaction under a session advisory lock, so that any number of migrators may start at once: one works, the
-others wait up to a limit. A file that was applied must not change (checksums). `transitions.sql`, `submissions.sql` and `effects.sql` are
-applied as one, whenever their text has changed, in the transaction of the last file; a change comes with a migration of its own, so that
-the schema version says which functions are there.
+others wait up to a limit. A file that was applied must not change (checksums). The files of functions (`FUNCTIONS`) are applied as one,
+whenever their text has changed, in the transaction of the last file; a change comes with a migration of its own, so that the schema
+version says which functions are there.
 """
 
 import asyncio
@@ -60,9 +60,8 @@ def _load() -> list[Migration]:
 
 MIGRATIONS = _load()
 LATEST = MIGRATIONS[-1].version
-TRANSITIONS = "\n".join(
-    files("agentrun.store").joinpath(name).read_text() for name in ("transitions.sql", "submissions.sql", "effects.sql")
-)
+FUNCTIONS = ("transitions.sql", "submissions.sql", "effects.sql", "money.sql")
+TRANSITIONS = "\n".join(files("agentrun.store").joinpath(name).read_text() for name in FUNCTIONS)
 
 _VERSIONS = """
 CREATE TABLE IF NOT EXISTS schema_versions (
