@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrun import __version__, settings
-from agentrun.commands import costs, cron
+from agentrun.commands import costs, cron, dlq, effects
 from agentrun.domain.errors import AgentrunError, ConfigurationError, ManifestError
 from agentrun.domain.keys import RANDOM_BYTES, Scope, generate, record_line
 from agentrun.manifests import AgentRun, load
@@ -35,6 +35,8 @@ crds = typer.Typer(help="Print the CustomResourceDefinitions, or bring them into
 app.add_typer(crds, name="crds")
 app.add_typer(cron.app, name="cron")
 app.add_typer(costs.app, name="costs")
+app.add_typer(dlq.app, name="dlq")
+app.add_typer(effects.app, name="effects")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ class GatewayRefused(AgentrunError):
 
 
 class GatewayClient:
-    """Asks one gateway with one key. Every request may be sent twice: it reads, or it has an idempotency key."""
+    """Asks one gateway with one key. Every request may be sent twice: it reads, or it does the same when it is repeated."""
 
     def __init__(self, access: Access, *, tries: int = TRIES) -> None:
         self._url = access.url
@@ -40,14 +40,15 @@ class GatewayClient:
         *,
         query: Mapping[str, str | int | bool | None] | None = None,
         headers: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The answer. Members of `query` that are None are left out. Raises GatewayRefused."""
+        """The answer. Members of `query` that are None are left out; `body` is sent as JSON. Raises GatewayRefused."""
         params = {name: value for name, value in (query or {}).items() if value is not None}
         for turn in range(self._tries):
             if turn:
                 time.sleep(PAUSE_SECONDS)
             try:
-                response = self._http.request(method, path, params=params, headers=dict(headers or {}))
+                response = self._http.request(method, path, params=params, headers=dict(headers or {}), json=body)
             except httpx2.HTTPError as error:
                 refusal = f"the gateway {self._url} cannot be reached ({error or type(error).__name__}); see AGENTRUN_URL"
                 continue

@@ -133,7 +133,8 @@ END $$;
 --   no unfinished run in the session    it is the head
 --   Reject                              nothing is stored; answers `rejected` and the session's last unfinished run
 --   Merge                               the last unfinished run is superseded and its inputs are held by the new one, unless it has any
---                                       effect, was started by a CronTask, or its first input is older than the window
+--                                       effect, was started by a CronTask, is a redrive (a new message must not share its fate), or its
+--                                       first input is older than the window
 --   else                                it is the session's next run
 -- The session's lock keeps runs from ending (finish and take_over take it first), not from being claimed; the run's lock does that, and
 -- the attempt's lock keeps effects from being initiated. So effects are read in a statement after the one that locked the attempt.
@@ -184,7 +185,7 @@ BEGIN
             CONTINUE WHEN v_last.status NOT IN ('pending', 'running');           -- it has just ended: decide again
             PERFORM 1 FROM attempts a WHERE a.run_id = v_last.id AND a.epoch = v_last.epoch FOR NO KEY UPDATE;
             v_chain := agentrun_1.chain_of(v_last.id);
-            EXIT WHEN v_last.cron_task IS NOT NULL
+            EXIT WHEN v_last.cron_task IS NOT NULL OR v_last.redrive_of IS NOT NULL
                 OR EXISTS (SELECT 1 FROM effects e WHERE e.run_id = v_last.id)
                 OR EXISTS (SELECT 1 FROM effects e WHERE e.chain_id = v_chain)
                 OR now() > (SELECT min(i.created_at) + make_interval(secs => p_window) FROM inputs i WHERE i.held_by = v_last.id);

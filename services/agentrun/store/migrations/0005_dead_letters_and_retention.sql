@@ -1,0 +1,13 @@
+-- Dead letters that are redriven once or discarded, and what retention needs to find old rows. The functions of dead_letters.sql and
+-- retention.sql.
+
+ALTER TABLE dead_letters
+    ADD COLUMN redriven_at timestamptz,
+    ADD COLUMN discarded_at timestamptz,           -- a person has decided that nothing more is to be done
+    ADD CONSTRAINT dead_letters_one_end CHECK (redriven_run_id IS NULL OR discarded_at IS NULL);
+CREATE INDEX dead_letters_open ON dead_letters (run_id)                               -- dead_letters.list_letters, count_open
+    WHERE redriven_run_id IS NULL AND discarded_at IS NULL;
+
+CREATE UNIQUE INDEX runs_redrive_of ON runs (redrive_of) WHERE redrive_of IS NOT NULL; -- a run is redriven once; retention
+
+CREATE INDEX effects_unsettled ON effects (run_id) WHERE state IN ('initiated', 'unknown'); -- effects.unsettled
