@@ -361,7 +361,11 @@ async def test_se_15_a_reader_that_has_left_before_the_first_byte_is_forgotten(r
     url = "unix://" + room.redis.connection_pool.connection_kwargs["path"]
     run_id = await room.new_run()
     async with LiveFeed(url, keys) as live:
-        feeds = Feeds(room.pool, live, EventLog(room.pool, lambda run, after, limit: events.read(run, after=after, limit=limit)))
+        feeds = Feeds(
+            room.pool,
+            live,
+            EventLog(room.pool, lambda run, after, limit: events.read(run, after=after, limit=limit), replay_limit=1000),
+        )
         feeds.start()
 
         async def left() -> dict[str, Any]:

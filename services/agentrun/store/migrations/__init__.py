@@ -60,7 +60,7 @@ def _load() -> list[Migration]:
 
 MIGRATIONS = _load()
 LATEST = MIGRATIONS[-1].version
-FUNCTIONS = ("transitions.sql", "submissions.sql", "effects.sql", "money.sql", "dead_letters.sql")
+FUNCTIONS = ("transitions.sql", "submissions.sql", "effects.sql", "money.sql", "dead_letters.sql", "retention.sql")
 TRANSITIONS = "\n".join(files("agentrun.store").joinpath(name).read_text() for name in FUNCTIONS)
 
 _VERSIONS = """
