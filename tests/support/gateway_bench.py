@@ -210,7 +210,13 @@ async def shared_gateway(
         yield room
 
 
-USERS: dict[str, Sequence[Scope]] = {"ann": [], "bob": [], "backend": [Scope.ACT_AS], "root": [Scope.ADMIN]}
+USERS: dict[str, Sequence[Scope]] = {
+    "ann": [],
+    "bob": [],
+    "backend": [Scope.ACT_AS],
+    "root": [Scope.ADMIN],
+    "chief": [Scope.ACT_AS, Scope.ADMIN],
+}
 
 
 @contextlib.asynccontextmanager
