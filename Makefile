@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-system lint fmt types model up e2e down bench-operator docs image chart clean
+.PHONY: help demo test test-system test-scale lint fmt types model up e2e down bench-operator docs image chart clean
 
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
@@ -33,6 +33,10 @@ test: .venv/.synced ## All tests; the stores tier twice, the second time on the 
 test-system: .venv/.synced ## The stores tier on the system's Postgres 15 and Redis 7.0
 	@mkdir -p $(REPORTS)
 	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS)
+
+ROWS ?= 1000000
+test-scale: .venv/.synced ## Plans of all statements, and retention beside submissions, at ROWS rows (1000000; the full size is 10000000)
+	AGENTRUN_SCALE_ROWS=$(ROWS) $(RUN)/pytest tests/scale -s $(ARGS)
 
 lint: .venv/.synced ## Style, format, types, and which room may import which
 	@status=0; for check in "ruff check" "ruff format --check" mypy lint-imports; do \

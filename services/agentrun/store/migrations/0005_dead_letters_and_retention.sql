@@ -17,3 +17,7 @@ CREATE INDEX runs_to_delete ON runs (finished_at, id) WHERE archived_at IS NOT N
 CREATE INDEX ledger_by_time ON ledger (at);                                            -- retention.delete_ledger
 -- Rows come and go here all the time: what is free is to be used again long before a fifth of the table is dead.
 ALTER TABLE messages SET (autovacuum_vacuum_scale_factor = 0.02);
+
+-- Of an expression that only admins' queries have: an index on the name itself could be taken for a user's session too, however many users
+-- have one of that name.
+CREATE INDEX sessions_by_name ON sessions (hashtextextended(external_id, 0));          -- sessions.named, list_runs, scope admin
