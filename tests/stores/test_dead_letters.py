@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable
+from decimal import Decimal
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -18,6 +19,7 @@ from agentrun.domain.events import Kind
 from agentrun.domain.follow_ups import Policy
 from agentrun.domain.states import RunStatus
 from agentrun.store import dead_letters, effects, follow_ups, migrations, runs, transitions
+from agentrun.store.budgets import Budget, Refused
 from agentrun.store.dead_letters import LetterState, Redriven
 from agentrun.store.effects import Begin, EffectState, Settle
 from agentrun.store.ids import new_id
@@ -50,7 +52,7 @@ async def lose(pool: Pool, run: UUID, times: int) -> None:
 async def redrive(pool: Pool, letter: UUID) -> Redriven:
     held = await runs.held_inputs(pool, [letter])
     done = await dead_letters.redrive(pool, letter, run_id=new_id(), inputs=[new_id() for _ in held])
-    assert done is not None
+    assert isinstance(done, Redriven)
     return done
 
 
@@ -152,6 +154,26 @@ async def test_what_is_discarded_stays_known_and_is_not_redriven(pool: Pool) -> 
     await redrive(pool, other)
     assert not await dead_letters.discard(pool, other)
     assert await dead_letters.redrive(pool, uuid4(), run_id=new_id(), inputs=[]) is None
+
+
+async def test_a_redrive_reserves_what_it_may_cost_once_or_is_refused_whole(pool: Pool) -> None:
+    first, second = await put_aside(pool, session="s1"), await put_aside(pool, session="s2")
+    budget = Budget(Decimal("0.25"), Decimal("0.40"), None, "Etc/UTC")
+
+    async def wish(letter: UUID) -> Redriven | Refused | None:
+        return await dead_letters.redrive(pool, letter, run_id=new_id(), inputs=[new_id()], budget=budget)
+
+    done = [one for one in await asyncio.gather(*(wish(first) for _ in range(5))) if isinstance(one, Redriven)]
+    assert len({one.run_id for one in done}) == 1 and len(done) == 5
+    assert await pool.fetchval("SELECT sum(reserved) FROM budget_counters WHERE scope = 'agent'") == Decimal("0.25")
+    refused = await wish(second)
+    assert isinstance(refused, Refused) and refused.scope == "agent"
+    assert await pool.fetchval("SELECT count(*) FROM runs WHERE redrive_of = $1", second) == 0
+    letter = await dead_letters.get(pool, second, agent=AGENT)
+    assert letter is not None and letter.state is LetterState.OPEN
+    assert await texts(pool, second) == ["poison"]
+    await transitions.take_over(pool, [TakeOver(done[0].run_id, Reason.CANCELLED)])
+    assert isinstance(await wish(second), Redriven), "what the first gave back is there"
 
 
 async def test_open_letters_are_counted_on_a_database_of_before_discarding(

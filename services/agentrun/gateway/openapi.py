@@ -44,6 +44,7 @@ _PROBLEMS: dict[tuple[str, str], tuple[ProblemType, ...]] = {
         *_GUARDED,
         problems.NOT_FOUND,
         problems.LETTER_CLOSED,
+        problems.BUDGET_EXHAUSTED,
         problems.SUSPENDED,
     ),
     ("/v1/dead-letters/{run_id}/discard", "post"): (*_GUARDED, problems.NOT_FOUND, problems.LETTER_CLOSED),

@@ -9,6 +9,7 @@ from enum import StrEnum
 from uuid import UUID
 
 from agentrun.domain.states import RunStatus
+from agentrun.store.budgets import Budget, Refused
 from agentrun.store.pool import Executor, unavailable
 
 
@@ -114,14 +115,22 @@ async def get(conn: Executor, run_id: UUID, *, agent: str) -> Letter | None:
     return Letter(*row) if row else None
 
 
-async def redrive(conn: Executor, letter: UUID, *, run_id: UUID, inputs: Sequence[UUID]) -> Redriven | None:
-    """Makes the one run that does the work again, with the given ids, or finds it; None: there is no such dead letter. `inputs` are as many
-    new ids as the dead run holds inputs. May be called again with the same ids after StoreUnavailable.
+async def redrive(
+    conn: Executor, letter: UUID, *, run_id: UUID, inputs: Sequence[UUID], budget: Budget | None = None
+) -> Redriven | Refused | None:
+    """Makes the one run that does the work again, with the given ids, or finds it; None: there is no such dead letter.
+
+    Refused: a new run does not fit into `budget`, and nothing is stored. `inputs` are as many new ids as the dead run holds inputs. May be
+    called again with the same ids after StoreUnavailable.
     """
     with unavailable():
-        row = await conn.fetchrow("SELECT * FROM agentrun_1.redrive($1, $2, $3)", letter, run_id, sorted(inputs))
+        row = await conn.fetchrow(
+            "SELECT * FROM agentrun_1.redrive($1, $2, $3, $4)", letter, run_id, sorted(inputs), budget and budget.encoded()
+        )
     if row is None:
         return None
+    if row["refused"]:
+        return Refused(row["refused"], row["wait"])
     return Redriven(
         row["run_id"],
         row["session_id"],

@@ -17,7 +17,9 @@ from agentrun.gateway.context import Gateway, events_url, page_position
 from agentrun.gateway.problems import LETTER_CLOSED, Problem, not_found, suspended
 from agentrun.gateway.routes.effects import Effect, effect_of
 from agentrun.gateway.routes.parameters import After, Limit, User, Who
+from agentrun.gateway.submissions import refusal
 from agentrun.store import attempts, dead_letters, effects, runs
+from agentrun.store.budgets import Refused
 from agentrun.store.dead_letters import Letter, LetterState
 from agentrun.store.ids import new_id
 
@@ -143,9 +145,13 @@ def router(gateway: Gateway) -> APIRouter:
             letter = await _letter(gateway, caller, run_id)
             held = await runs.held_inputs(gateway.pool, [letter.run_id])  # of a run that has ended: they stay as they are
             new, inputs = new_id(), [new_id() for _ in held]
-            done = await read_back(lambda: dead_letters.redrive(gateway.pool, letter.run_id, run_id=new, inputs=inputs))
+            done = await read_back(
+                lambda: dead_letters.redrive(gateway.pool, letter.run_id, run_id=new, inputs=inputs, budget=gateway.budget)
+            )
         if done is None:
             raise not_found("dead letter")
+        if isinstance(done, Refused):
+            raise refusal(done)
         if done.discarded:
             raise _closed(letter, "It was discarded. Send its messages again if they are to be answered after all.")
         await failpoints.hit("gateway.redrive.committed")
