@@ -34,13 +34,14 @@ test-long: .venv/.synced ## The tests that take many minutes, such as an API ser
 	@mkdir -p $(REPORTS)
 	AGENTRUN_TEST_LONG=1 $(PYTEST) -m long --junitxml=$(REPORTS)/long.xml $(ARGS)
 
-test-scale: .venv/.synced ## Tests with a million rows; they take minutes
-	@mkdir -p $(REPORTS)
-	$(RUN)/pytest -m scale -s --junitxml=$(REPORTS)/scale.xml $(ARGS)
-
 test-system: .venv/.synced ## The stores tier on the system's Postgres 15 and Redis 7.0
 	@mkdir -p $(REPORTS)
 	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS)
+
+ROWS ?= 1000000
+test-scale: .venv/.synced ## Plans of all statements, reports, and retention beside submissions, at ROWS rows (1000000; the full size is 10000000)
+	@mkdir -p $(REPORTS)
+	AGENTRUN_SCALE_ROWS=$(ROWS) $(RUN)/pytest -m scale -s --junitxml=$(REPORTS)/scale.xml $(ARGS)
 
 lint: .venv/.synced ## Style, format, types, and which room may import which
 	@status=0; for check in "ruff check" "ruff format --check" mypy lint-imports; do \

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrun import __version__, settings
-from agentrun.commands import costs, cron, usage
+from agentrun.commands import costs, cron, dlq, effects, usage
 from agentrun.domain.errors import AgentrunError, ConfigurationError, ManifestError
 from agentrun.domain.keys import RANDOM_BYTES, Scope, generate, record_line
 from agentrun.manifests import AgentRun, load
@@ -36,6 +36,8 @@ app.add_typer(crds, name="crds")
 app.add_typer(cron.app, name="cron")
 app.add_typer(costs.app, name="costs")
 app.command("usage")(usage.usage)
+app.add_typer(dlq.app, name="dlq")
+app.add_typer(effects.app, name="effects")
 
 
 def main() -> None:

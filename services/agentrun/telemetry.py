@@ -50,8 +50,11 @@ LOOP_RESTARTS = _counter("agentrun_loop_restarts_total", "Supervised loops that 
 ENTRY_ERRORS = _counter(
     "agentrun_entry_errors_total", "Runs or entries that maintenance could not handle this time, by loop.", "loop"
 )
-DEAD_LETTERS = _counter("agentrun_dead_letters_total", "Runs given up because too many of their attempts were lost.")
+DEAD_LETTERS = _counter(
+    "agentrun_dead_letters_total", "Runs put aside for a person: too many attempts were lost, or an effect's outcome is unknown."
+)
 CONSUMERS_RETIRED = _counter("agentrun_consumers_retired_total", "Idle consumers with nothing pending that were removed.")
+RETENTION = _counter("agentrun_retention_total", "Rows that retention removed: events, runs, ledger; and runs archived.", "what")
 SLOTS = _counter("agentrun_slots_total", "Slots of CronTasks that were decided here, by outcome.", "outcome")
 SLOT_DELAY = Histogram(
     "agentrun_slot_delay_seconds",

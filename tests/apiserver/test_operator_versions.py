@@ -70,7 +70,7 @@ async def change_crd(admin: Kube, plural: str, change: Change, *, probe: Documen
 def newer(properties: dict[str, Any]) -> None:
     """A version with new members, which every object has from then on."""
     spec = properties["spec"]["properties"]
-    spec["retention"] = {
+    spec["archive"] = {
         "type": "object",
         "default": {"days": 30},
         "properties": {"days": {"type": "integer"}},
@@ -99,31 +99,31 @@ async def test_crds_newer_than_the_operator(cluster: Cluster) -> None:
     await cluster.create()
     await cluster.settle()
     before = {part: await cluster.deployment(part) for part in PARTS}
-    await change_crd(cluster.kube, "agentruns", newer, probe=agent_run("probe"), holds=lambda made: "retention" in made["spec"])
+    await change_crd(cluster.kube, "agentruns", newer, probe=agent_run("probe"), holds=lambda made: "archive" in made["spec"])
     found = await cluster.kube.get("agentruns", cluster.namespace, "support")
-    assert (found["spec"]["retention"], found["spec"]["workers"]["warmSeconds"]) == ({"days": 30}, 5)
+    assert (found["spec"]["archive"], found["spec"]["workers"]["warmSeconds"]) == ({"days": 30}, 5)
 
     cluster.restart()  # defaults make no new version of an object, so that only a new process sees them at once
     await cluster.reconcile()
     assert await cluster.says("Ready") == "True Ready"
     assert await cluster.says("Accepted") == "True Accepted"
     said = await cluster.message("Accepted")
-    assert "does not know spec." in said and "spec.retention" in said and "spec.workers.warmSeconds" in said
+    assert "does not know spec." in said and "spec.archive" in said and "spec.workers.warmSeconds" in said
     assert "upgrade the operator" in said
     assert await cluster.says("Stalled") == ""
     for part in PARTS:
         assert (await cluster.deployment(part))["metadata"]["generation"] == before[part]["metadata"]["generation"]
 
-    await cluster.edit({"image": "agentrun:2", "retention": {"days": 3}, "workers": {"retries": 7}})
+    await cluster.edit({"image": "agentrun:2", "archive": {"days": 3}, "workers": {"retries": 7}})
     await cluster.settle()
     assert await cluster.image("worker") == "agentrun:2"
     config = await cluster.kube.get("configmaps", cluster.namespace, await cluster.config("worker"))
     assert "retries: 7" in config["data"]["agentrun.yaml"]
-    assert not {"retention", "warmSeconds"} & set(config["data"]["agentrun.yaml"].replace(":", " ").split())
+    assert not {"archive", "warmSeconds"} & set(config["data"]["agentrun.yaml"].replace(":", " ").split())
 
 
 async def test_a_cron_task_of_newer_crds_is_judged_by_what_is_known(cluster: Cluster) -> None:
-    await change_crd(cluster.kube, "crontasks", newer, probe=cron_task("probe"), holds=lambda made: "retention" in made["spec"])
+    await change_crd(cluster.kube, "crontasks", newer, probe=cron_task("probe"), holds=lambda made: "archive" in made["spec"])
     await cluster.create()
     await cluster.kube.create("crontasks", cluster.namespace, cron_task("nightly"))
     await cluster.look()
@@ -131,14 +131,14 @@ async def test_a_cron_task_of_newer_crds_is_judged_by_what_is_known(cluster: Clu
     tasks = CronTasks(cluster.api, cluster.cache, target_of=lambda _key: None)
     await tasks.reconcile(Key(cluster.namespace, "nightly"))
     found = cluster.cache.get(Ref(CRONTASKS, cluster.namespace, "nightly"))
-    assert found is not None and found["spec"]["retention"] == {"days": 30}
+    assert found is not None and found["spec"]["archive"] == {"days": 30}
     (condition,) = found["status"]["conditions"]
     assert condition["reason"] == "Pending", "it waits for the database, and is not invalid"
 
 
 async def test_crds_older_than_the_operator(cluster: Cluster) -> None:
     probe = {**agent_run("probe"), "status": {"workers": {"replicas": 1}}}
-    await change_crd(cluster.kube, "agentruns", older, probe=probe, holds=lambda made: "retention" not in made["spec"])
+    await change_crd(cluster.kube, "agentruns", older, probe=probe, holds=lambda made: "archive" not in made["spec"])
 
     async def is_old() -> bool:
         crd = await cluster.kube.get("customresourcedefinitions", "", "agentruns.agentrun.dev")

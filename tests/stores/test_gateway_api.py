@@ -278,6 +278,12 @@ async def test_the_description_names_every_address(room: Room) -> None:
         ("get", "/v1/runs/{run_id}/events"),
         ("post", "/v1/runs/{run_id}/cancel"),
         ("get", "/v1/sessions"),
+        ("post", "/v1/runs/{run_id}/effects/settle"),
+        ("get", "/v1/effects"),
+        ("get", "/v1/dead-letters"),
+        ("get", "/v1/dead-letters/{run_id}"),
+        ("post", "/v1/dead-letters/{run_id}/redrive"),
+        ("post", "/v1/dead-letters/{run_id}/discard"),
         ("get", "/v1/cron-tasks"),
         ("get", "/v1/cron-tasks/{name}"),
         ("get", "/v1/cron-tasks/{name}/slots"),
@@ -356,7 +362,11 @@ async def test_se_15_a_reader_that_has_left_before_the_first_byte_is_forgotten(r
     url = "unix://" + room.redis.connection_pool.connection_kwargs["path"]
     run_id = await room.new_run()
     async with LiveFeed(url, keys) as live:
-        feeds = Feeds(room.pool, live, EventLog(room.pool, lambda run, after, limit: events.read(run, after=after, limit=limit)))
+        feeds = Feeds(
+            room.pool,
+            live,
+            EventLog(room.pool, lambda run, after, limit: events.read(run, after=after, limit=limit), replay_limit=1000),
+        )
         feeds.start()
 
         async def left() -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import sys
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -13,6 +11,7 @@ from uuid import UUID, uuid4
 import httpx2
 import pytest
 import pytest_asyncio
+from commands import command
 from gateway_bench import NAME, NAMESPACE, Room, gateway, shared_gateway
 from store_servers import Databases
 
@@ -335,21 +334,7 @@ async def test_without_an_end_a_backfill_goes_up_to_now(tasks: Tasks) -> None:
 
 
 async def cron(room: Room, *arguments: str, user: str = "root") -> tuple[int, str, str]:
-    environment = {**os.environ, "AGENTRUN_URL": room.base_url, "AGENTRUN_API_KEY": room.keys[user]}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "agentrun",
-        "cron",
-        *arguments,
-        env=environment,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(60):
-        out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+    return await command(room.base_url, room.keys[user], "cron", *arguments)
 
 
 async def test_the_command_line_lists_triggers_backfills_and_tells_history(room: Room, tasks: Tasks, hour: datetime) -> None:

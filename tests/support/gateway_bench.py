@@ -45,6 +45,7 @@ spec:
   gateway: {maxBodyBytes: %d}
   submission: {dedupeSeconds: %d}
   followUps: {policy: %s, windowSeconds: %d}
+  streaming: {replayLimit: %d}
   suspend: %s
 """
 
@@ -56,9 +57,10 @@ def manifest(
     dedupe_seconds: int = 10,
     policy: str = "Enqueue",
     window_seconds: int = 30,
+    replay_limit: int = 10_000,
     suspend: bool = False,
 ) -> AgentRun:
-    values = (pool_size, max_body_bytes, dedupe_seconds, policy, window_seconds, str(suspend).lower())
+    values = (pool_size, max_body_bytes, dedupe_seconds, policy, window_seconds, replay_limit, str(suspend).lower())
     return parse(MANIFEST % values, source="test")[0]
 
 
@@ -208,7 +210,13 @@ async def shared_gateway(
         yield room
 
 
-USERS: dict[str, Sequence[Scope]] = {"ann": [], "bob": [], "backend": [Scope.ACT_AS], "root": [Scope.ADMIN]}
+USERS: dict[str, Sequence[Scope]] = {
+    "ann": [],
+    "bob": [],
+    "backend": [Scope.ACT_AS],
+    "root": [Scope.ADMIN],
+    "chief": [Scope.ACT_AS, Scope.ADMIN],
+}
 
 
 @contextlib.asynccontextmanager

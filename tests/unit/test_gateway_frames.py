@@ -174,7 +174,7 @@ async def test_a_hole_is_not_asked_for_again_and_again() -> None:
     feed.receive(delta(2))
     assert feed._refilling is None
     log.events = [delta(0)]
-    feed.compare(0)
+    feed.compare(0, finished=False)
     await settle(feed)
     assert not feed.stuck
     assert seen(reader) == [0, 1, 2]
@@ -187,7 +187,7 @@ async def test_a_viewer_joins_where_the_others_are_or_takes_the_feed_back() -> N
     log = FakeLog(*(delta(seq) for seq in range(400)))
     feed, first = Feed(UUID(int=1), log), viewer(most_bytes=10**6)  # type: ignore[arg-type]
     feed.attach(first)
-    feed.compare(399)
+    feed.compare(399, finished=False)
     await settle(feed)
     assert seen(first) == list(range(400))
     near, far, ahead = viewer(390), viewer(5, most_bytes=10**6), viewer(399)

@@ -8,19 +8,20 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from run_logs import LOGS, JsonEvent, Log, written
 
-from agentrun.domain.events import GAP, TERMINAL, Kind
+from agentrun.domain import folding
+from agentrun.domain.events import GAP, Event, Kind, encode_data
+from agentrun.domain.folding import OUTLINE, Mark
 from agentrun.domain.reducer import Transcript
 
 PAGE = (Path(__file__).parents[2] / "docs" / "streaming.md").read_text()
-JsonEvent = dict[str, Any]
 Reader = Callable[[Sequence[JsonEvent]], tuple[str, int, str | None]]
 """From events to the text, the cursor and the kind of the last event."""
 
@@ -80,85 +81,6 @@ def read(request: pytest.FixtureRequest) -> Iterator[Reader]:
         process.wait(10)
 
 
-@dataclass
-class Log:
-    """A run's log as it is written, with what the agent has said according to it."""
-
-    events: list[JsonEvent] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    """Of the messages so far."""
-    items: int = 0
-    checkpoints: list[tuple[int, int, int]] = field(default_factory=lambda: [(-1, 0, 0)])
-    """Seq, and how many items and texts there were."""
-    epoch: int = 1
-
-    def add(self, kind: str, **data: Any) -> None:
-        self.events.append({"seq": len(self.events), "epoch": self.epoch, "kind": kind, "data": data})
-
-    def message(self, pieces: Sequence[str], *, whole: bool) -> None:
-        self.texts.append("")
-        self.add("item_added", item=self.items, type="message")
-        for piece in pieces:
-            self.add("text_delta", item=self.items, part=0, text=piece)
-            self.texts[-1] += piece
-        if whole:
-            self.add("text_done", item=self.items, part=0, text=self.texts[-1])
-            self.add("item_done", item=self.items)
-        self.items += 1
-
-    def tool(self) -> None:
-        self.add("item_added", item=self.items, type="tool_call", call_id="c", name="charge")
-        self.add("tool_arguments_delta", item=self.items, text="{}")
-        self.add("tool_arguments_done", item=self.items, arguments="{}")
-        self.add("tool_result", item=self.items, call_id="c", name="charge", content="ok", is_error=False)
-        self.items += 1
-
-    def checkpoint(self) -> None:
-        self.checkpoints.append((len(self.events) - 1, self.items, len(self.texts)))
-
-    def lose(self, reserved: int) -> None:
-        """The attempt is lost; the next one goes on from its checkpoint."""
-        for _ in range(reserved):
-            self.add("void")
-        keep, self.items, texts = self.checkpoints[-1]
-        del self.texts[texts:]
-        self.add("restart", keep=keep)
-        self.epoch += 1
-        self.add("started", attempt=self.epoch)
-
-
-TEXT = st.text(st.sampled_from('ab é😀\n"\\'), max_size=4)
-STEP = st.one_of(
-    st.tuples(st.just("message"), st.lists(TEXT, max_size=4)),
-    st.tuples(st.just("tool"), st.none()),
-    st.tuples(st.just("checkpoint"), st.none()),
-    st.tuples(st.just("lose"), st.integers(0, 3)),
-    st.tuples(st.just("lose in a message"), st.lists(TEXT, min_size=1, max_size=3)),
-)
-
-
-def written(steps: Sequence[tuple[str, Any]], cut: Sequence[str], end: Kind) -> Log:
-    """A log of these steps, and a last message that is cut off by the run's end."""
-    log = Log()
-    log.add("created", run_id="r", session_id="s", agent="shop/support")
-    log.add("started", attempt=1)
-    for what, detail in steps:
-        if what == "message":
-            log.message(detail, whole=True)
-        elif what == "tool":
-            log.tool()
-        elif what == "checkpoint":
-            log.checkpoint()
-        else:
-            if what == "lose in a message":
-                log.message(detail, whole=False)
-            log.lose(detail if what == "lose" else 1)
-    log.message(cut, whole=False)
-    log.add(end)
-    return log
-
-
-LOGS = st.builds(written, st.lists(STEP, max_size=12), st.lists(TEXT, max_size=3), st.sampled_from(sorted(TERMINAL)))
 COMMON = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -196,6 +118,63 @@ def test_a_gap_replaces_what_came_before_also_when_a_restart_follows(read: Reade
 
     if not open_item(shown):  # deltas of an item that is half sent join no text of a gap: a gap ends between items
         assert read(seen) == read(log.events)
+
+
+def folded(log: Log, through: int, *, checkpoint: int) -> tuple[JsonEvent, int] | None:
+    """The gap that the gateway makes of the log up to an event, and where it ends."""
+    shown = log.events[: through + 1]
+    marks = [
+        Mark(
+            event["seq"],
+            Kind(event["kind"]),
+            *(str(event["data"][name]) if name in event["data"] else None for name in ("item", "type")),
+        )
+        if event["kind"] != "restart"
+        else Mark(event["seq"], Kind.RESTART, keep=event["data"]["keep"])
+        for event in shown
+        if event["kind"] in OUTLINE
+    ]
+    wanted = folding.fold(marks, checkpoint=checkpoint)
+    if wanted is None:
+        return None
+    needed = {"item_added", "text_done", "restart"}
+    events = [
+        Event(event["seq"], event["epoch"], Kind(event["kind"]), encode_data(event["data"]))
+        for event in shown[: wanted.through + 1]
+        if event["kind"] in needed or (event["kind"] == "text_delta" and str(event["data"]["item"]) in wanted.loose)
+    ]
+    parts = folding.parts_of(wanted, events)
+    assert parts is not None
+    return {"kind": GAP, "data": {"parts": [{"through": part.through, "text": part.text} for part in parts]}}, wanted.through
+
+
+@COMMON
+@example(log=TAKEN_BACK, at=9, start=0)
+@given(log=LOGS, at=st.integers(0, 60), start=st.integers(0, 60))
+def test_the_gap_that_is_sent_fits_at_any_moment_and_whatever_comes_after(read: Reader, log: Log, at: int, start: int) -> None:
+    through = at % len(log.events)
+    kept = max([-1, *(seq for seq, _, _ in log.checkpoints if seq <= through and not taken_back(log, seq, through))])
+    made = folded(log, through, checkpoint=kept)
+    if made is None:
+        return
+    gap, end = made
+    assert end <= through
+    if through == len(log.events) - 1:
+        assert end == through - 1, "of a run that has ended, all is folded but its end"
+    seen = [*log.events[: start % (end + 1)], gap, *log.events[end + 1 :]]
+    assert read(seen) == read(log.events)
+
+
+def test_a_gap_ends_before_a_message_that_is_open() -> None:
+    log = Log()
+    log.add("started", attempt=1)
+    log.message(["a", "b"], whole=True)
+    end = len(log.events) - 1
+    log.message(["c", "d"], whole=False)
+    made = folded(log, len(log.events) - 1, checkpoint=-1)
+    assert made == ({"kind": GAP, "data": {"parts": [{"through": end, "text": "ab"}]}}, end)
+    log.checkpoint()  # an agent of one's own may make one within a message
+    assert folded(log, len(log.events) - 1, checkpoint=log.checkpoints[-1][0]) == made
 
 
 def taken_back(log: Log, seq: int, through: int) -> bool:

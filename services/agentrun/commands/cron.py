@@ -1,49 +1,35 @@
 """`agentrun cron`: what CronTasks do, when they fire next, and runs that somebody asks for."""
 
-import json
 import secrets
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from agentrun.commands import access
-from agentrun.commands.tables import print_table
+from agentrun.commands.output import PAGE, Json, ask_gateway, pages, print_json, print_table, when
 from agentrun.domain import cron
 from agentrun.domain.errors import ConfigurationError, ManifestError
 from agentrun.domain.slots import minute
 from agentrun.manifests import CronTask, load_all
 
-if TYPE_CHECKING:
-    from agentrun.commands.gateway import GatewayClient
-
 app = typer.Typer(
     help="CronTasks: their slots and runs. Asks the gateway at AGENTRUN_URL with AGENTRUN_API_KEY, a key of scope admin.",
     no_args_is_help=True,
 )
-PAGE = 200
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The CronTask's name.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON, one object per line.")]
 
 
 @app.command("list")
 def list_tasks(as_json: Json = False) -> None:
     """CronTasks by their names: what came of the last slot, and when the next one is."""
-    with _gateway() as gateway:
-        after, found = None, []
-        while True:
-            page = gateway.ask("GET", "/v1/cron-tasks", query={"after": after, "limit": PAGE})
-            found += page["cron_tasks"]
-            after = page["next"]
-            if after is None:
-                break
+    with ask_gateway() as gateway:
+        found = list(pages(gateway, "/v1/cron-tasks", "cron_tasks"))
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     rows = [
         (
@@ -51,9 +37,9 @@ def list_tasks(as_json: Json = False) -> None:
             one["schedule"],
             one["time_zone"],
             "suspended" if one["suspended"] else "cannot be followed" if one["problem"] else "",
-            _when(one["last_slot"]),
+            when(one["last_slot"]),
             one["last_outcome"] or "",
-            _when(next(iter(one["next"]), None)),
+            when(next(iter(one["next"]), None)),
             str(len(one["active"])),
         )
         for one in found
@@ -68,7 +54,7 @@ def history(
     as_json: Json = False,
 ) -> None:
     """What became of a CronTask's slots, newest first."""
-    with _gateway() as gateway:
+    with ask_gateway() as gateway:
         found: list[dict[str, Any]] = []
         before = None
         while len(found) < limit:
@@ -79,9 +65,9 @@ def history(
             if before is None:
                 break
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
-    rows = [(_when(one["slot"]), one["outcome"], one["run_id"] or "", one["detail"] or "") for one in found]
+    rows = [(when(one["slot"]), one["outcome"], one["run_id"] or "", one["detail"] or "") for one in found]
     print_table(("SLOT", "OUTCOME", "RUN", "DETAIL"), rows)
 
 
@@ -92,11 +78,11 @@ def trigger(
     as_json: Json = False,
 ) -> None:
     """Start a run of a CronTask now, whatever its schedule says."""
-    with _gateway() as gateway:
+    with ask_gateway() as gateway:
         headers = {"Idempotency-Key": key or secrets.token_hex(16)}  # a request that is sent twice starts one run
         done = gateway.ask("POST", f"{_path(name)}/trigger", headers=headers)
     if as_json:
-        _print_json([done])
+        print_json([done])
     else:
         print(f"{'the run was there already' if done['replayed'] else 'started'}: {done['run_id']}")
 
@@ -112,7 +98,7 @@ def backfill(
     """Start a run for each past slot of a CronTask that has none. May be repeated: no slot gets a second run."""
     start: str | None = _moment("--from", since).isoformat()
     end = _moment("--to", until).isoformat() if until else None
-    with _gateway() as gateway:
+    with ask_gateway() as gateway:
         started = there = 0
         while start is not None:
             query = {"from": start, "to": end, "dry_run": dry_run}
@@ -120,10 +106,10 @@ def backfill(
             new = [one for one in page["slots"] if one["started"]]
             started, there = started + len(new), there + len(page["slots"]) - len(new)
             if as_json:
-                _print_json(page["slots"])
+                print_json(page["slots"])
             else:
                 for one in new:
-                    print(f"{_when(one['slot'])}  {one['run_id'] or 'would be run'}")
+                    print(f"{when(one['slot'])}  {one['run_id'] or 'would be run'}")
             start = page["next"]
     if not as_json:
         print(f"{started} slots {'would be run' if dry_run else 'started'}, {there} had a run already")
@@ -140,11 +126,11 @@ def next_slots(
     """When a CronTask fires next, by its schedule alone: whether it is suspended is not asked."""
     begin = _moment("--from", since) if since else datetime.now(UTC)
     for shown in _of_file(file, name) if file is not None else [_of_gateway(name)]:
-        when = cron.parse(shown["schedule"], shown["zone"], seed=cron.seed(shown["namespace"], shown["name"]))
-        found = list(islice(when.after(begin), count))
-        local = {slot: slot.astimezone(when.zone) for slot in found}
+        schedule = cron.parse(shown["schedule"], shown["zone"], seed=cron.seed(shown["namespace"], shown["name"]))
+        found = list(islice(schedule.after(begin), count))
+        local = {slot: slot.astimezone(schedule.zone) for slot in found}
         if as_json:
-            _print_json({"name": shown["name"], "slot": slot.isoformat(), "local": local[slot].isoformat()} for slot in found)
+            print_json({"name": shown["name"], "slot": slot.isoformat(), "local": local[slot].isoformat()} for slot in found)
         else:
             rows = [(shown["name"], minute(slot), f"{local[slot]:%a %Y-%m-%d %H:%M %Z}") for slot in found]
             print_table(("NAME", "SLOT", shown["zone"]), rows)
@@ -177,17 +163,11 @@ def _check(task: CronTask, file: Path) -> None:
 def _of_gateway(name: str | None) -> dict[str, str]:
     if name is None:
         raise ConfigurationError("name a CronTask, or a file with -f")
-    with _gateway() as gateway:
+    with ask_gateway() as gateway:
         found = gateway.ask("GET", _path(name))
     if found["problem"]:
         raise ConfigurationError(f"{name} cannot be followed: {found['problem']}")
     return {"name": name, "namespace": found["namespace"], "schedule": found["schedule"], "zone": found["time_zone"]}
-
-
-def _gateway() -> "GatewayClient":
-    from agentrun.commands.gateway import GatewayClient  # its HTTP client takes longer to load than all the rest
-
-    return GatewayClient(access.read())
 
 
 def _path(name: str) -> str:
@@ -201,12 +181,3 @@ def _moment(option: str, text: str) -> datetime:
     except ValueError:
         raise ConfigurationError(f"{option}: {text!r} is no time; write 2026-11-29T10:06Z or 2026-11-29T11:06+01:00") from None
     return found.replace(tzinfo=UTC) if found.tzinfo is None else found
-
-
-def _when(text: str | None) -> str:
-    return minute(datetime.fromisoformat(text)) if text else ""
-
-
-def _print_json(found: Iterable[Any]) -> None:
-    for one in found:
-        print(json.dumps(one))

@@ -18,7 +18,7 @@ class GatewayRefused(AgentrunError):
 
 
 class GatewayClient:
-    """Asks one gateway with one key. Every request may be sent twice: it reads, or it has an idempotency key."""
+    """Asks one gateway with one key. Every request may be sent twice: it reads, or it does the same when it is repeated."""
 
     def __init__(self, access: Access, *, tries: int = TRIES) -> None:
         self._url = access.url
@@ -40,13 +40,14 @@ class GatewayClient:
         *,
         query: Mapping[str, str | int | bool | None] | None = None,
         headers: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The answer, which is JSON. Members of `query` that are None are left out. Raises GatewayRefused."""
-        return dict(self._answer(method, path, query, headers).json())
+        """The answer, which is JSON. Members of `query` that are None are left out; `body` is sent as JSON. Raises GatewayRefused."""
+        return dict(self._answer(method, path, query, headers, body).json())
 
     def text(self, method: str, path: str, *, query: Mapping[str, str | int | bool | None] | None = None) -> str:
         """An answer that is text, as it came. Raises GatewayRefused."""
-        return self._answer(method, path, query, None).content.decode()
+        return self._answer(method, path, query, None, None).content.decode()
 
     def _answer(
         self,
@@ -54,13 +55,14 @@ class GatewayClient:
         path: str,
         query: Mapping[str, str | int | bool | None] | None,
         headers: Mapping[str, str] | None,
+        body: Mapping[str, Any] | None,
     ) -> httpx2.Response:
         params = {name: value for name, value in (query or {}).items() if value is not None}
         for turn in range(self._tries):
             if turn:
                 time.sleep(PAUSE_SECONDS)
             try:
-                response = self._http.request(method, path, params=params, headers=dict(headers or {}))
+                response = self._http.request(method, path, params=params, headers=dict(headers or {}), json=body)
             except httpx2.HTTPError as error:
                 refusal = f"the gateway {self._url} cannot be reached ({error or type(error).__name__}); see AGENTRUN_URL"
                 continue

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from agentrun.commands import access
-from agentrun.commands.tables import print_table
+from agentrun.commands.output import print_table
 
 _TITLES = {
     "calls": "CALLS",

@@ -31,8 +31,10 @@ Data by kind (`item` is the index of an output item in the run, `part` the index
 Sent to clients but never stored, without a seq: `gap {parts: [{through, text}]}`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -64,6 +66,37 @@ class Kind(StrEnum):
 
 TERMINAL = frozenset({Kind.COMPLETED, Kind.FAILED, Kind.CANCELLED, Kind.SUPERSEDED})
 GAP = "gap"
+
+
+_TEXT_OF_ITEM: dict[str, type] = {"item": int, "text": str}
+_MEMBERS: dict[Kind, dict[str, type]] = {
+    Kind.ITEM_ADDED: {"item": int, "type": str},
+    Kind.PART_ADDED: {"item": int},
+    Kind.TEXT_DELTA: _TEXT_OF_ITEM,
+    Kind.TEXT_DONE: _TEXT_OF_ITEM,
+    Kind.PART_DONE: {"item": int},
+    Kind.TOOL_ARGUMENTS_DELTA: _TEXT_OF_ITEM,
+    Kind.TOOL_ARGUMENTS_DONE: {"item": int, "arguments": str},
+    Kind.TOOL_RESULT: {"item": int},
+    Kind.REASONING_DELTA: _TEXT_OF_ITEM,
+    Kind.REASONING_DONE: _TEXT_OF_ITEM,
+    Kind.ITEM_DONE: {"item": int},
+}
+"""What readers cannot do without."""
+MOST_ITEMS = 1_000_000
+ITEM_TYPES = ("message", "tool_call", "reasoning")
+
+
+def flaw(kind: Kind, data: Mapping[str, Any]) -> str | None:
+    """What a reader would stumble over in an agent's own event; None if it can be sent."""
+    for name, wanted in _MEMBERS.get(kind, {}).items():
+        if type(data.get(name)) is not wanted:
+            return f"`{name}` is missing or no {'number' if wanted is int else 'text'}"
+    if "item" in data and not (isinstance(data["item"], int) and 0 <= data["item"] < MOST_ITEMS):
+        return f"`item` is a number from 0 to {MOST_ITEMS - 1}"
+    if kind is Kind.ITEM_ADDED and data["type"] not in ITEM_TYPES:
+        return f"`type` is one of {', '.join(ITEM_TYPES)}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from agentrun.gateway.problems import (
     Problem,
     store_unavailable,
 )
-from agentrun.gateway.routes import cron_tasks, events, health, runs, sessions, submit, usage
+from agentrun.gateway.routes import cron_tasks, dead_letters, effects, events, health, runs, sessions, submit, usage
 
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
@@ -56,14 +56,8 @@ def create_app(gateway: Gateway) -> FastAPI:
         ]
     )
     app.state.gateway = gateway
-    for router in (
-        runs.router(gateway),
-        sessions.router(gateway),
-        cron_tasks.router(gateway),
-        usage.router(gateway),
-        health.router(gateway),
-    ):
-        app.include_router(router)
+    for part in (runs, sessions, dead_letters, effects, cron_tasks, usage, health):
+        app.include_router(part.router(gateway))
     _answer_problems(app)
     openapi.describe(app)
     return app

@@ -47,6 +47,12 @@ class Caller:
             raise Problem(FORBIDDEN, "This key has no scope `admin`. Leave `user` out or use a key that has it.")
         return user
 
+    def must_be_admin(self, what: str) -> None:
+        """Raises Problem unless the key has the scope `admin` and names no user. `what` begins the sentence, such as "CronTasks are"."""
+        if not self.admin:
+            detail = f"{what} for keys with the scope `admin`, without {USER_HEADER}. Use one that has it."
+            raise Problem(FORBIDDEN, detail)
+
     def may_see(self, user: str) -> bool:
         """Whether data of `user` may be shown."""
         return self.admin or user == self.user

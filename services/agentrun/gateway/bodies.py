@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope
@@ -18,6 +18,8 @@ from agentrun.gateway.problems import (
     Problem,
     request_timeout,
 )
+
+T = TypeVar("T")
 
 MAX_DEPTH = 64
 BODY_SECONDS = 30.0
@@ -45,7 +47,17 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return msgspec.json.encode(self.input).decode()
 
 
+class SettlementBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What somebody says came of an effect: `done` with its response, or `failed`: nothing has happened."""
+
+    name: str
+    key: str
+    state: Literal["done", "failed"]
+    response: Any = msgspec.UNSET
+
+
 _decoder = msgspec.json.Decoder(MessageBody)
+_settlements = msgspec.json.Decoder(SettlementBody)
 
 
 async def read(scope: Scope, receive: Receive, *, limit: int) -> bytes:
@@ -99,23 +111,41 @@ def check_content_type(scope: Scope) -> None:
 
 def parse_message(raw: bytes) -> MessageBody:
     """The submission in `raw`. Raises Problem that says where it is wrong."""
+    body = _decoded(raw, _decoder, '{"input": text, object or list}')
+    if not body.input:
+        raise Problem(INVALID_BODY, "`input` is empty. Send a text, an object or a list that says something.")
+    _check_members(raw, 1 + check_value(body.input))
+    return body
+
+
+def parse_settlement(raw: bytes) -> SettlementBody:
+    """What somebody says came of an effect. Raises Problem that says where it is wrong."""
+    body = _decoded(raw, _settlements, '{"name": text, "key": text, "state": "done" or "failed", "response": any value}')
+    check_value([body.name, body.key])
+    given = body.response is not msgspec.UNSET
+    if given and body.state == "failed":
+        raise Problem(INVALID_BODY, "`failed` means that nothing has happened, so there is no `response`. Leave it out.")
+    _check_members(raw, 3 + given + (check_value(body.response) if given else 0))
+    return body
+
+
+def _decoded(raw: bytes, decoder: msgspec.json.Decoder[T], form: str) -> T:
     try:
-        body = _decoder.decode(raw)
+        return decoder.decode(raw)
     except RecursionError:
         raise _too_deep() from None
     except msgspec.ValidationError as error:
-        raise Problem(INVALID_BODY, f'{error}. The body is {{"input": text, object or list}} and nothing else.') from None
+        raise Problem(INVALID_BODY, f"{error}. The body is {form} and nothing else.") from None
     except msgspec.DecodeError as error:
         if _SURROGATE.search(raw):
             raise _unstorable() from None
         raise Problem(INVALID_BODY, f"{error}. The body must be one JSON document in UTF-8.") from None
-    if not body.input:
-        raise Problem(INVALID_BODY, "`input` is empty. Send a text, an object or a list that says something.")
-    members = 1 + check_value(body.input)
+
+
+def _check_members(raw: bytes, members: int) -> None:
     # The decoder keeps the last of two members of one name, other readers of the same body the first: nobody could say what was meant.
     if raw.count(b":") != members and _STRING.sub(b"", raw).count(b":") != members:
         raise Problem(INVALID_BODY, "An object has two members of one name. Send each once.")
-    return body
 
 
 def check_value(value: object) -> int:

@@ -129,6 +129,8 @@ class Feed:
         self._early: dict[int, Frame] = {}
         self._early_bytes = 0
         self._stuck_at: int | None = None
+        self._end: int | None = None
+        """The terminal event's number, once it is stored."""
         self._refilling: asyncio.Task[None] | None = None
 
     def receive(self, event: Event) -> None:
@@ -171,10 +173,17 @@ class Feed:
         """Whether it has a hole that could not be filled yet."""
         return self.cursor is not None and self._stuck_at == self.cursor
 
-    def compare(self, top: int) -> None:
+    def compare(self, top: int, *, finished: bool) -> None:
         """Takes the number of the last event in Postgres: whatever is missing up to there is fetched."""
+        self._end = top if finished else None
         if self.cursor is not None and (top > self.cursor or self._early):
             self.refill()
+
+    def cut(self) -> None:
+        """Lets all its viewers resume: what they miss is not there any more, so they get a gap instead."""
+        for viewer in self.attached:
+            viewer.stop()
+            viewer.abort()
 
     def refill(self) -> None:
         """Fetches what is missing after the cursor, as far as there is anything."""
@@ -195,6 +204,8 @@ class Feed:
                     self._advance()
                 if self.cursor == before:
                     self._stuck_at = before if self._early else None
+                    if self._end is not None and before < self._end:
+                        self.cut()
                     return
         except StoreUnavailable:
             pass  # the next comparison tries again

@@ -15,6 +15,7 @@ import structlog
 from agentrun import telemetry
 from agentrun.bus.live import LiveFeed
 from agentrun.domain.errors import StoreUnavailable
+from agentrun.domain.states import UNFINISHED
 from agentrun.gateway.feed import Backlog, Feed, Viewer
 from agentrun.gateway.log import EventLog
 from agentrun.store import messages
@@ -178,10 +179,12 @@ class Feeds:
     async def _compare(self) -> None:
         for run_ids in _chunks(list(self._feeds)):
             tops = await messages.tops(self._pool, run_ids)
-            for run_id, top in tops.items():
-                feed = self._feeds.get(run_id)
-                if feed is not None:
-                    feed.compare(top.top)
+            for run_id in run_ids:
+                feed, top = self._feeds.get(run_id), tops.get(run_id)
+                if feed is not None and top is not None:
+                    feed.compare(top.top, finished=top.status not in UNFINISHED)
+                elif feed is not None:
+                    feed.cut()
         if self._live.connected:
             for feed in [feed for feed in self._feeds.values() if feed.subscribed and not feed.confirmed]:
                 await self._confirm(feed)

@@ -6,9 +6,11 @@ line without a blank line after it, since some decoders report a lone block as a
 Source of the rules: html.spec.whatwg.org/multipage/server-sent-events.html
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrun.domain.events import TERMINAL, Event
+from agentrun.domain.events import GAP, TERMINAL, Event, encode_data
+from agentrun.domain.folding import Part
 
 RETRY = b"retry: 2000\n"  # milliseconds; to be put before the first frame of an answer
 HEARTBEAT = b": hb\n"
@@ -36,6 +38,12 @@ def frame(event: Event) -> Frame:
     if b"\n" in encoded or b"\r" in encoded:
         encoded = encoded.replace(b"\r", b" ").replace(b"\n", b" ")
     return Frame(event.seq, b"id: %d\ndata: %b\n\n" % (event.seq, encoded), event.kind in TERMINAL)
+
+
+def gap(parts: Sequence[Part]) -> Frame:
+    """The frame that stands for all events up to the last part's `through`. It has no id: it is not stored, and cannot be resumed from."""
+    data = encode_data({"kind": GAP, "data": {"parts": [{"through": part.through, "text": part.text} for part in parts]}})
+    return Frame(parts[-1].through, b"data: %b\n\n" % data, terminal=False)
 
 
 def parse_position(text: str) -> int | None:

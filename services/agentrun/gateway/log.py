@@ -11,6 +11,7 @@ from uuid import UUID
 from agentrun import telemetry
 from agentrun.domain.errors import BusUnavailable
 from agentrun.domain.events import Event
+from agentrun.domain.folding import Part, fold, parts_of
 from agentrun.store import messages
 from agentrun.store.pool import Pool
 
@@ -21,6 +22,8 @@ FIRST_STREAMED = 20
 """Redis counts entries only, so a few are asked for first; as a rule that is all there is."""
 BUS_SECONDS = 1.0
 """Redis is only the shorter way: Postgres is asked when it takes longer."""
+
+REPLAY_LIMIT = 10_000
 
 ReadStream = Callable[[UUID, int, int], Awaitable[Sequence[Event]]]
 
@@ -44,9 +47,19 @@ def size_of(events: Sequence[Event]) -> int:
 class EventLog:
     """Reads events of runs; `read_stream` takes run id, position and limit. Holds no connection between two calls."""
 
-    def __init__(self, pool: Pool, read_stream: ReadStream) -> None:
+    def __init__(self, pool: Pool, read_stream: ReadStream, *, replay_limit: int = REPLAY_LIMIT) -> None:
+        """Whoever is more than `replay_limit` events behind is not to get them one by one."""
+        self.replay_limit = replay_limit
         self._pool = pool
         self._read_stream = read_stream
+
+    async def gap(self, run_id: UUID, *, after: int) -> list[Part] | None:
+        """What stands for the events after a position, as far as they can be folded; None: they cannot. Raises StoreUnavailable."""
+        marks, checkpoint = await messages.outline(self._pool, run_id)
+        wanted = fold(marks, checkpoint=checkpoint)
+        if wanted is None or wanted.through <= after:
+            return None
+        return parts_of(wanted, await messages.spoken(self._pool, run_id, wanted))
 
     async def replay(self, run_id: UUID, *, after: int) -> list[Event]:
         """The next page for a client that starts: Postgres first, then the stream. Raises StoreUnavailable."""

@@ -39,6 +39,26 @@ _PROBLEMS: dict[tuple[str, str], tuple[ProblemType, ...]] = {
     ("/v1/runs/{run_id}/events", "get"): (*_GUARDED, problems.INVALID_CURSOR, problems.NOT_FOUND, problems.OVERLOADED),
     ("/v1/runs/{run_id}/cancel", "post"): (*_GUARDED, problems.NOT_FOUND, problems.ALREADY_FINISHED),
     ("/v1/usage", "get"): (*_GUARDED, problems.INVALID_PARAMETER),
+    ("/v1/dead-letters", "get"): (*_GUARDED, problems.INVALID_PARAMETER),
+    ("/v1/dead-letters/{run_id}", "get"): (*_GUARDED, problems.NOT_FOUND),
+    ("/v1/dead-letters/{run_id}/redrive", "post"): (
+        *_GUARDED,
+        problems.NOT_FOUND,
+        problems.LETTER_CLOSED,
+        problems.BUDGET_EXHAUSTED,
+        problems.SUSPENDED,
+    ),
+    ("/v1/dead-letters/{run_id}/discard", "post"): (*_GUARDED, problems.NOT_FOUND, problems.LETTER_CLOSED),
+    ("/v1/effects", "get"): (*_GUARDED, problems.INVALID_PARAMETER),
+    ("/v1/runs/{run_id}/effects/settle", "post"): (
+        *_GUARDED,
+        problems.INVALID_BODY,
+        problems.REQUEST_TIMEOUT,
+        problems.BODY_TOO_LARGE,
+        problems.UNSUPPORTED_MEDIA_TYPE,
+        problems.NOT_FOUND,
+        problems.EFFECT_SETTLED,
+    ),
     ("/v1/cron-tasks", "get"): (*_GUARDED, problems.INVALID_PARAMETER),
     ("/v1/cron-tasks/{name}", "get"): (*_GUARDED, problems.NOT_FOUND),
     ("/v1/cron-tasks/{name}/slots", "get"): (*_GUARDED, problems.INVALID_PARAMETER, problems.NOT_FOUND),
@@ -77,6 +97,17 @@ _MESSAGE = {
                 {"type": "array", "items": {}, "minItems": 1},
             ],
         }
+    },
+}
+_SETTLEMENT = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["name", "key", "state"],
+    "properties": {
+        "name": {"type": "string"},
+        "key": {"type": "string"},
+        "state": {"type": "string", "enum": ["done", "failed"], "description": "failed: nothing has happened."},
+        "response": {"description": "With done: what later attempts get instead of making the call. Any JSON value."},
     },
 }
 _ACCEPTED = {
@@ -203,6 +234,8 @@ def describe(app: FastAPI) -> None:
         document["security"] = [{"apiKey": []}]
         for unused in ("HTTPValidationError", "ValidationError"):  # a bad parameter is a problem with status 400 here
             components["schemas"].pop(unused, None)
+        settle = document["paths"]["/v1/runs/{run_id}/effects/settle"]["post"]
+        settle["requestBody"] = {"required": True, "content": {"application/json": {"schema": _SETTLEMENT}}}
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 _complete(operation, _PROBLEMS.get((path, method)))

@@ -94,7 +94,7 @@ async def _parts(settings: Settings, manifest: AgentRun, authenticator: Authenti
         feeds.compare_soon()
 
     live = LiveFeed(settings.redis_url, keys, on_reconnect=compare_soon)
-    feeds = _feeds(pool, live, events, timing)
+    feeds = _feeds(pool, live, events, timing, replay_limit=manifest.spec.streaming.replay_limit)
     publisher = _publisher(work, events, Control(redis, keys))
     submissions = _submissions(pool, publisher, settings.agent, manifest)
     schema = SchemaWatch(pool, agent=settings.agent)
@@ -137,11 +137,11 @@ def _submissions(pool: Pool, publisher: Publisher, agent: str, manifest: AgentRu
     )
 
 
-def _feeds(pool: Pool, live: LiveFeed, events: EventStream, timing: Timing) -> Feeds:
+def _feeds(pool: Pool, live: LiveFeed, events: EventStream, timing: Timing, *, replay_limit: int) -> Feeds:
     return Feeds(
         pool,
         live,
-        EventLog(pool, lambda run_id, after, limit: events.read(run_id, after=after, limit=limit)),
+        EventLog(pool, lambda run_id, after, limit: events.read(run_id, after=after, limit=limit), replay_limit=replay_limit),
         heartbeat_seconds=timing.heartbeat_seconds,
         poll_seconds=timing.poll_seconds,
         most_bytes=timing.most_bytes,

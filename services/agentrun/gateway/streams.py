@@ -55,11 +55,14 @@ def cursor_of(scope: Scope, after: str | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a client begins. `finished`: nothing will be added to the run's events; `at_end`: the client has them all."""
+    """Where a client begins. `finished`: nothing will be added to the run's events; `at_end`: the client has them all. `top` is the last
+    event in Postgres, -1 if there is none.
+    """
 
     cursor: int
-    finished: bool
-    at_end: bool
+    finished: bool = False
+    at_end: bool = False
+    top: int = -1
 
 
 async def start_at(pool: Pool, run_id: UUID, cursor: int) -> Start:
@@ -74,7 +77,7 @@ async def start_at(pool: Pool, run_id: UUID, cursor: int) -> Start:
             members={"top": top.top},
         )
     finished = top.status not in UNFINISHED
-    return Start(cursor, finished, finished and cursor == top.top)
+    return Start(cursor, finished, finished and cursor == top.top, top.top)
 
 
 async def no_content(send: Send, headers: Headers = ()) -> None:
@@ -138,15 +141,33 @@ class RunStream:
             viewer.stop()
 
     async def _replay(self, viewer: Viewer, send: Send) -> None:
-        """Sends what there is, without a pause between the last look and the return."""
+        """Sends what there is, without a pause between the last look and the return.
+
+        Too many events, and those of a finished run that are not there any more, are replaced by their text.
+        """
+        log = self._feeds.log
+        if self._start.top - viewer.cursor > log.replay_limit:
+            await self._skip(viewer, send)
         while viewer.open:
-            page = await self._feeds.log.replay(self._run_id, after=viewer.cursor)
-            if not page:
-                return
+            page = await log.replay(self._run_id, after=viewer.cursor)
             for event in page:
                 viewer.push(frames.frame(event))
-            while viewer.waiting and viewer.open:
-                await _write(viewer, send)
+            await _write_all(viewer, send)
+            if not page and not (self._start.finished and await self._skip(viewer, send)):
+                return
+
+    async def _skip(self, viewer: Viewer, send: Send) -> bool:
+        """Sends a gap, if there is anything that it can stand for."""
+        parts = await self._feeds.log.gap(self._run_id, after=viewer.cursor)
+        if parts is not None:
+            viewer.push(frames.gap(parts))
+            await _write_all(viewer, send)
+        return parts is not None
+
+
+async def _write_all(viewer: Viewer, send: Send) -> None:
+    while viewer.waiting and viewer.open:
+        await _write(viewer, send)
 
 
 async def _write(viewer: Viewer, send: Send) -> None:

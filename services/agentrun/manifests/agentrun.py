@@ -28,6 +28,7 @@ from agentrun.manifests.base import (
 from agentrun.manifests.execution import (
     FollowUpsSpec,
     ReaperSpec,
+    RetentionSpec,
     ScalingSpec,
     StreamingSpec,
     SubmissionSpec,
@@ -207,6 +208,7 @@ class AgentRunSpec(Spec):
         max_length=128,
         description="Prices of one's own. They win over the built-in ones, from their day on.",
     )
+    retention: RetentionSpec = Field(default_factory=RetentionSpec, description="How long is kept what has ended.")
     network_policy: NetworkPolicy = Field(
         default_factory=NetworkPolicy,
         description="What the pods may be connected with.",
@@ -227,6 +229,10 @@ class AgentRunSpec(Spec):
         if self.reaper.idle_seconds < self.workers.lease_seconds:
             what = f"{self.reaper.idle_seconds} is below workers.leaseSeconds ({self.workers.lease_seconds})"
             refuse(("reaper", "idleSeconds"), what, f"set it to {self.workers.lease_seconds} or more")
+        seconds = self.streaming.event_retention_seconds
+        if 0 < self.retention.runs * 86_400 < seconds:
+            what = f"{self.retention.runs} days are less than streaming.eventRetentionSeconds ({seconds})"
+            refuse(("retention", "runs"), what, "raise it or lower streaming.eventRetentionSeconds")
         return self
 
     def store_secrets(self) -> StoreSecrets:

@@ -124,3 +124,28 @@ class StreamingSpec(Spec):
     flush_milliseconds: int = Field(
         default=200, ge=10, le=10_000, description="An event is stored at the latest after this time."
     )
+    replay_limit: int = Field(
+        default=10_000,
+        ge=100,
+        le=1_000_000,
+        description="A client that is further behind than so many events gets the text so far instead of them, as one gap.",
+    )
+    event_retention_seconds: int = Field(
+        default=604_800,
+        ge=60,
+        le=315_360_000,
+        description="How long after a run's end the pieces of its output are kept; then only whole texts, and a late client gets a gap.",
+    )
+
+
+class RetentionSpec(Spec):
+    """How long Postgres keeps what has ended."""
+
+    runs: int = Field(
+        default=0,
+        ge=0,
+        le=3650,
+        description="Days after which runs that have ended are deleted, with their messages and sessions left empty; 0: never. "
+        "At least streaming.eventRetentionSeconds. Runs that wait for a person stay.",
+    )
+    ledger: int = Field(default=0, ge=0, le=3650, description="Days after which the record of a model call is deleted; 0: never.")

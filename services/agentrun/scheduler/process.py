@@ -17,6 +17,7 @@ from agentrun.bus.keys import Keys
 from agentrun.bus.runs import WorkStream
 from agentrun.costs.rules import budget_of
 from agentrun.maintenance.reaper import Limits, Reaper
+from agentrun.maintenance.retention import Ages, Retention
 from agentrun.maintenance.schema import SchemaWatch
 from agentrun.maintenance.supervise import Supervisor
 from agentrun.maintenance.sweep import Sweep
@@ -34,6 +35,7 @@ SWEEP_SECONDS = 1.0
 TIDY_SECONDS = 30.0
 WATCH_SECONDS = 15.0
 USAGE_SECONDS = 10.0
+RETENTION_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 
 _log = structlog.get_logger(__name__)
@@ -75,6 +77,7 @@ async def run(settings: Settings, manifest: AgentRun, *, stop: asyncio.Event | N
                 watching = Watching(pool, namespace=settings.namespace, suspended=manifest.spec.suspend)
                 supervisor.every("watch-cron-tasks", WATCH_SECONDS, watching.tick)
                 supervisor.every("usage", USAGE_SECONDS, lambda: _fold(pool))
+                supervisor.every("retention", RETENTION_SECONDS, Retention(pool, _ages(manifest)).tick)
                 await stop.wait()
                 await supervisor.stop()
                 await stream.aclose()
@@ -104,6 +107,11 @@ def maintain(supervisor: Supervisor, reaper: Reaper, sweep: Sweep, stream: WorkS
 def _limits(manifest: AgentRun) -> Limits:
     reaper = manifest.spec.reaper
     return Limits(manifest.spec.workers.lease_seconds, reaper.idle_seconds, reaper.interval_seconds, reaper.max_lost_attempts)
+
+
+def _ages(manifest: AgentRun) -> Ages:
+    spec = manifest.spec
+    return Ages(spec.streaming.event_retention_seconds, spec.retention.runs, spec.retention.ledger)
 
 
 def _stopped_by_signals() -> asyncio.Event:

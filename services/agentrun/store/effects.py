@@ -73,6 +73,21 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
+class Unsettled:
+    """A call of a run that has ended of which nobody has said what came; `request` is JSON text."""
+
+    run_id: UUID
+    user_id: str
+    name: str
+    key: str
+    state: EffectState
+    epoch: int
+    tries: int
+    request: str | None
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
 class EffectRow:
     """An effect as people see it."""
 
@@ -136,3 +151,56 @@ async def of_run(conn: Executor, run_id: UUID) -> list[EffectRow]:
             run_id,
         )
     return [EffectRow(row[0], row[1], EffectState(row[2]), *row[3:]) for row in rows]
+
+
+async def unsettled(
+    conn: Executor, *, agent: str, user_id: str | None, before: UUID | None = None, limit: int = 50
+) -> list[Unsettled]:
+    """Calls of runs that have ended of which nobody knows what came, those of the newest runs first; runs below `before`, and all of a
+    run's effects or none, so there may be more than `limit`. `user_id` None means all users. Raises StoreUnavailable.
+    """
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT e.run_id, r.user_id, e.name, e.key, e.state, e.epoch, e.tries, e.request, e.created_at
+               FROM effects e JOIN runs r ON r.id = e.run_id
+               WHERE e.state IN ('initiated', 'unknown') AND r.status IN ('succeeded', 'failed', 'cancelled', 'superseded')
+                 AND r.agent = $1 AND ($2::text IS NULL OR r.user_id = $2) AND ($3::uuid IS NULL OR e.run_id < $3)
+               ORDER BY e.run_id DESC FETCH FIRST $4 ROWS WITH TIES""",
+            agent,
+            user_id,
+            before,
+            limit,
+        )
+    found = [Unsettled(row[0], row[1], row[2], row[3], EffectState(row[4]), *row[5:]) for row in rows]
+    return sorted(found, key=lambda one: (-one.run_id.int, one.created_at, one.name, one.key))
+
+
+async def settle_by_hand(
+    conn: Executor, run_id: UUID, *, name: str, key: str, state: EffectState, response: str | None
+) -> tuple[bool, EffectState | None]:
+    """A person says what came of a call of a run that has ended: DONE with its response (JSON text), or FAILED: nothing has happened.
+
+    Answers whether that is on record, now or by an earlier try, and the effect's state; None: the run has no such effect. An attempt of a
+    redrive that begins the same effect at the same moment wins or finds it settled: the row decides. Raises StoreUnavailable.
+    """
+    with unavailable():
+        await conn.execute(
+            """UPDATE effects e SET state = $4, response = $5::jsonb, settled_at = clock_timestamp()
+               WHERE e.run_id = $1 AND e.name = $2 AND e.key = $3 AND e.state IN ('initiated', 'unknown')
+                 AND EXISTS (SELECT 1 FROM runs r WHERE r.id = e.run_id AND r.status NOT IN ('pending', 'running'))""",
+            run_id,
+            name,
+            key,
+            state.value,
+            response,
+        )
+        row = await conn.fetchrow(
+            """SELECT state, state = $4 AND response IS NOT DISTINCT FROM $5::jsonb FROM effects
+               WHERE run_id = $1 AND name = $2 AND key = $3""",
+            run_id,
+            name,
+            key,
+            state.value,
+            response,
+        )
+    return (bool(row[1]), EffectState(row[0])) if row else (False, None)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from agentrun.domain.events import Event, Kind
+from agentrun.domain.folding import OUTLINE, Fold, Mark
 from agentrun.domain.states import RunStatus
 from agentrun.store.pool import Executor, unavailable
 
@@ -58,6 +59,42 @@ async def page(conn: Executor, run_id: UUID, *, after: int, limit: int, most_byt
             most_bytes,
         )
     return [Event(seq, epoch, Kind(kind), body.encode()) for seq, epoch, kind, body in rows]
+
+
+async def outline(conn: Executor, run_id: UUID) -> tuple[list[Mark], int]:
+    """Where the messages of a run begin and end, and the seq of the checkpoint that a restart would go back to (-1: none).
+
+    The checkpoint is read after the events: an event that is seen here is never above a checkpoint that is not. Raises StoreUnavailable.
+    """
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT seq, kind, data ->> 'item', data ->> 'type', CASE kind WHEN 'restart' THEN (data ->> 'keep')::integer END
+               FROM messages WHERE run_id = $1 AND kind = ANY ($2) ORDER BY seq""",
+            run_id,
+            list(OUTLINE),
+        )
+        checkpoint = await conn.fetchval(
+            "SELECT a.checkpoint_seq FROM runs r JOIN attempts a ON a.run_id = r.id AND a.epoch = r.epoch WHERE r.id = $1", run_id
+        )
+    marks = [Mark(seq, Kind(kind), item, type, keep) for seq, kind, item, type, keep in rows]
+    return marks, -1 if checkpoint is None else checkpoint
+
+
+async def spoken(conn: Executor, run_id: UUID, wanted: Fold) -> list[Event]:
+    """The events that carry the text of a fold: whole texts, deltas where there is no other, and what opens and takes back.
+
+    Raises StoreUnavailable.
+    """
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT seq, epoch, kind, data::text FROM messages
+               WHERE run_id = $1 AND seq <= $2 AND (kind IN ('item_added', 'text_done', 'restart')
+                   OR kind = 'text_delta' AND data ->> 'item' = ANY ($3)) ORDER BY seq""",
+            run_id,
+            wanted.through,
+            list(wanted.loose),
+        )
+    return [Event(seq, epoch, Kind(kind), data.encode()) for seq, epoch, kind, data in rows]
 
 
 async def tops(conn: Executor, run_ids: Sequence[UUID]) -> dict[UUID, Top]:

@@ -178,7 +178,9 @@ async def list_runs(
     with unavailable():
         rows = await conn.fetch(
             f"""{_ROW} WHERE r.agent = $1 AND ($2::text IS NULL OR r.user_id = $2) AND ($3::text IS NULL OR r.status = $3)
-                AND ($4::text IS NULL OR s.external_id = $4) AND ($5::uuid IS NULL OR r.id < $5)
+                AND ($4::text IS NULL OR s.external_id = $4 AND s.agent = $1) AND ($5::uuid IS NULL OR r.id < $5)
+                AND ($4::text IS NULL OR s.user_id = $2 OR $2::text IS NULL
+                     AND hashtextextended(s.external_id, 0) = hashtextextended($4, 0))
                 ORDER BY r.id DESC LIMIT $6""",
             agent,
             user_id,

@@ -6,6 +6,9 @@ from uuid import UUID
 
 from agentrun.store.pool import Executor, unavailable
 
+ANYBODYS = "hashtextextended(external_id, 0) = hashtextextended($2, 0)"
+"""Finds a session by its name alone (the index sessions_by_name)."""
+
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
@@ -21,12 +24,12 @@ async def named(conn: Executor, *, agent: str, user_id: str | None, external_id:
     """The sessions to which callers gave that name; `user_id` None means all users, each of whom may have one. Raises StoreUnavailable."""
     with unavailable():
         rows = await conn.fetch(
-            """SELECT id, user_id, external_id, created_at FROM sessions
-               WHERE agent = $1 AND ($2::text IS NULL OR user_id = $2) AND external_id = $3 ORDER BY id LIMIT $4""",
+            f"""SELECT id, user_id, external_id, created_at FROM sessions
+                WHERE agent = $1 AND external_id = $2 AND {ANYBODYS if user_id is None else "user_id = $4"} ORDER BY id LIMIT $3""",
             agent,
-            user_id,
             external_id,
             limit,
+            *([] if user_id is None else [user_id]),
         )
     return [SessionRow(*row) for row in rows]
 

@@ -2,7 +2,8 @@
 
 -- submit_group: insert first, then read back the losers; a replay changes nothing. Answers in the order asked.
 -- Where the policy is not Enqueue, only the first row of a session is inserted here, and only if the session has no unfinished run. What is
--- not found afterwards has left the group (run_id null): it is to be decided by follow_up, one after the other in their order.
+-- not found afterwards has left the group (run_id null): it is to be decided by follow_up, one after the other in their order. So has what
+-- was to go into a session that retention deleted at this moment.
 -- With p_budget a new run reserves what it may cost, last of all; what does not fit is taken back (run_id null, refused says why).
 CREATE OR REPLACE FUNCTION agentrun_1.submit_group(
     p_run uuid[], p_session uuid[], p_input uuid[], p_agent text[], p_user text[], p_external text[], p_given text[],
@@ -133,7 +134,8 @@ END $$;
 --   no unfinished run in the session    it is the head
 --   Reject                              nothing is stored; answers `rejected` and the session's last unfinished run
 --   Merge                               the last unfinished run is superseded and its inputs are held by the new one, unless it has any
---                                       effect, was started by a CronTask, or its first input is older than the window
+--                                       effect, was started by a CronTask, is a redrive (a new message must not share its fate), or its
+--                                       first input is older than the window
 --   else                                it is the session's next run
 -- The session's lock keeps runs from ending (finish and take_over take it first), not from being claimed; the run's lock does that, and
 -- the attempt's lock keeps effects from being initiated. So effects are read in a statement after the one that locked the attempt.
@@ -155,9 +157,12 @@ DECLARE
     v_chain uuid;
     v_made integer;
 BEGIN
-    INSERT INTO sessions (id, agent, user_id, external_id) VALUES (p_session, p_agent, p_user, p_external) ON CONFLICT DO NOTHING;
-    SELECT s.id, s.next_position INTO STRICT v_session, v_position FROM sessions s
-    WHERE s.agent = p_agent AND s.user_id = p_user AND s.external_id = p_external FOR NO KEY UPDATE;
+    LOOP                                           -- between the two, retention may have deleted a session that was empty
+        INSERT INTO sessions (id, agent, user_id, external_id) VALUES (p_session, p_agent, p_user, p_external) ON CONFLICT DO NOTHING;
+        SELECT s.id, s.next_position INTO v_session, v_position FROM sessions s
+        WHERE s.agent = p_agent AND s.user_id = p_user AND s.external_id = p_external FOR NO KEY UPDATE;
+        EXIT WHEN FOUND;
+    END LOOP;
 
     INSERT INTO runs (id, agent, user_id, session_id, session_given, session_position, idempotency_key, client_key, body_hash, input,
                       reserved_usd, budget_day)
@@ -184,7 +189,7 @@ BEGIN
             CONTINUE WHEN v_last.status NOT IN ('pending', 'running');           -- it has just ended: decide again
             PERFORM 1 FROM attempts a WHERE a.run_id = v_last.id AND a.epoch = v_last.epoch FOR NO KEY UPDATE;
             v_chain := agentrun_1.chain_of(v_last.id);
-            EXIT WHEN v_last.cron_task IS NOT NULL
+            EXIT WHEN v_last.cron_task IS NOT NULL OR v_last.redrive_of IS NOT NULL
                 OR EXISTS (SELECT 1 FROM effects e WHERE e.run_id = v_last.id)
                 OR EXISTS (SELECT 1 FROM effects e WHERE e.chain_id = v_chain)
                 OR now() > (SELECT min(i.created_at) + make_interval(secs => p_window) FROM inputs i WHERE i.held_by = v_last.id);

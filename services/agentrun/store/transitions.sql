@@ -9,7 +9,7 @@
 -- Fencing: every write of an attempt is in one statement with an UPDATE of its attempts row that says outcome = 'running'. That is a
 -- row lock, not a check: whoever ends the attempt waits, or is waited for.
 
--- Submissions are in submissions.sql, effects in effects.sql, money in money.sql; the files are applied as one.
+-- Submissions are in submissions.sql, effects in effects.sql, money in money.sql, redrives in dead_letters.sql; the files are applied as one.
 
 CREATE SCHEMA IF NOT EXISTS agentrun_1;
 
@@ -134,7 +134,8 @@ LANGUAGE sql VOLATILE AS $$
           ORDER BY session_position LIMIT 1) h
 $$;
 
--- finish: the attempt ends its own run: last events, ledger, status, result, fates, in one transaction.
+-- finish: the attempt ends its own run: last events, ledger, status, result, fates, in one transaction. A run that failed because nobody
+-- knows what came of one of its effects is put aside as a dead letter.
 CREATE OR REPLACE FUNCTION agentrun_1.finish(
     p_run uuid[], p_epoch integer[], p_status text[], p_result text[], p_error text[],
     e_run uuid[], e_epoch integer[], e_seq integer[], e_kind text[], e_data text[], p_ledger jsonb)
@@ -173,10 +174,15 @@ BEGIN
         ORDER BY e.run_id, e.seq ON CONFLICT DO NOTHING
     ), ended AS (
         UPDATE runs r SET status = n.status, result = n.result::jsonb, error = n.error::jsonb, finished_at = clock_timestamp()
-        FROM n JOIN fenced f ON f.run_id = n.run_id AND f.epoch = n.epoch WHERE r.id = n.run_id RETURNING r.id, r.status
+        FROM n JOIN fenced f ON f.run_id = n.run_id AND f.epoch = n.epoch WHERE r.id = n.run_id
+        RETURNING r.id, r.status, r.input, r.error, r.epoch
     ), answered AS (
         UPDATE inputs i SET fate = CASE ended.status WHEN 'succeeded' THEN 'answered_in' ELSE 'failed_in' END, fate_run = ended.id
         FROM ended WHERE i.held_by = ended.id AND i.fate IS NULL
+    ), aside AS (                                  -- a person has to look before it may be done again
+        INSERT INTO dead_letters (run_id, payload, reason, last_error, attempts)
+        SELECT ended.id, ended.input, 'effect_unknown', ended.error, ended.epoch FROM ended
+        WHERE ended.status = 'failed' AND ended.error ->> 'type' = 'effect_unknown' ORDER BY ended.id ON CONFLICT DO NOTHING
     )
     SELECT array_agg(ended.id) INTO v_ended FROM ended;
     PERFORM agentrun_1.settle(p_ledger, v_runs, v_epochs, v_costs, v_ended);

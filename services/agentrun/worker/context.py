@@ -10,7 +10,7 @@ from agentrun.agents.base import RunInfo, Turn, Usage, UserInput
 from agentrun.agents.effects import Effect, EffectPolicy, Reconcile
 from agentrun.agents.failures import AgentFailure
 from agentrun.costs.amounts import usd
-from agentrun.domain.events import TERMINAL, Kind, encode_data
+from agentrun.domain.events import TERMINAL, Kind, encode_data, flaw
 from agentrun.domain.text import clean
 from agentrun.store.budgets import Purse as Spent
 from agentrun.store.transitions import LedgerRow
@@ -66,9 +66,13 @@ class AttemptContext:
         return self._asked.done()
 
     async def emit(self, kind: Kind, data: Mapping[str, Any]) -> int:
-        """Sends one event of the agent. Raises ValueError for kinds that only the worker writes, Fenced after the end."""
+        """Sends one event of the agent. Raises ValueError for kinds that only the worker writes, AgentFailure for data that no reader could
+        use, Fenced after the end.
+        """
         if kind in OURS:
             raise ValueError(f"an agent cannot emit {kind.value!r}; the worker does")
+        if (wrong := flaw(kind, data)) is not None:
+            raise AgentFailure(f"an event {kind.value} cannot be sent: {wrong}; see docs/streaming.md", type="invalid_event")
         return await self.write(kind, data)
 
     async def write(self, kind: Kind, data: Mapping[str, Any]) -> int:

@@ -11,11 +11,12 @@ from uuid import UUID
 
 from agentrun import failpoints
 from agentrun.agents.base import Result
+from agentrun.agents.effects import UNKNOWN as EFFECT_UNKNOWN
 from agentrun.domain.events import Event, Kind, encode_data
 from agentrun.domain.states import Outcome, RunStatus
 from agentrun.domain.text import clean
 from agentrun.store.transitions import Claimed, Finish, Finished, Flush, Reason, TakeOver
-from agentrun.telemetry import ATTEMPTS_ENDED, RUNS_FINISHED, TAKEOVERS
+from agentrun.telemetry import ATTEMPTS_ENDED, DEAD_LETTERS, RUNS_FINISHED, TAKEOVERS
 from agentrun.worker.context import STATE_BYTES, TOO_LARGE
 from agentrun.worker.event_writer import Aftermath, Writer
 from agentrun.worker.patience import log
@@ -84,6 +85,8 @@ class Ending:
         """The run failed for good."""
         data = encode_data({"error": failure.data})
         await self._finish(RunStatus.FAILED, Kind.FAILED, data, error=encode_data(failure.data).decode())
+        if failure.type == EFFECT_UNKNOWN and not self._log.fenced:
+            DEAD_LETTERS.inc()  # its finish has put it aside
 
     async def retry(self, failure: Failure, *, after: float = 0.0) -> None:
         """The run waits for its next attempt, at least `after` seconds, or fails if it had enough of them."""

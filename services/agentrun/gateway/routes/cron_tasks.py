@@ -17,7 +17,7 @@ from agentrun.domain.slots import SlotOutcome
 from agentrun.gateway.answering import answering, read_back
 from agentrun.gateway.auth import Caller
 from agentrun.gateway.context import Gateway, events_url
-from agentrun.gateway.problems import FORBIDDEN, INVALID_HEADER, INVALID_PARAMETER, Problem, not_found, suspended
+from agentrun.gateway.problems import INVALID_HEADER, INVALID_PARAMETER, Problem, not_found, suspended
 from agentrun.gateway.routes.parameters import Limit, Who
 from agentrun.gateway.submissions import refusal
 from agentrun.schedules import manual, tasks
@@ -242,8 +242,7 @@ def _following(namespace: str, row: Schedule) -> tuple[list[datetime], str | Non
 
 
 def _admin(caller: Caller) -> None:
-    if not caller.admin:
-        raise Problem(FORBIDDEN, "CronTasks are for keys with the scope `admin`, without X-Agentrun-User. Use one that has it.")
+    caller.must_be_admin("CronTasks are")
 
 
 def _not_suspended(gateway: Gateway) -> None:

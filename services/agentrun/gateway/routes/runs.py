@@ -14,9 +14,9 @@ from agentrun.domain.states import FINAL, Outcome, RunStatus
 from agentrun.gateway.answering import answering, read_back
 from agentrun.gateway.context import Gateway, events_url, page_position, session_name
 from agentrun.gateway.problems import ALREADY_FINISHED, Problem, not_found
+from agentrun.gateway.routes.effects import Effect, effect_of
 from agentrun.gateway.routes.parameters import After, Limit, User, Who
 from agentrun.store import attempts, effects, ledger, runs, transitions
-from agentrun.store.effects import EffectState
 from agentrun.store.runs import HeldInput, RunRow
 from agentrun.store.transitions import Reason, TakenOver, TakeOver
 
@@ -64,18 +64,6 @@ class Input(BaseModel):
         description="Null until the run that holds it has ended."
     )
     created_at: datetime
-
-
-class Effect(BaseModel):
-    """A call that changes the world, which the run made or was about to make."""
-
-    name: str
-    key: str
-    state: EffectState = Field(description="initiated: it may have gone out, and nobody has said what came of it.")
-    attempt: int
-    tries: int
-    created_at: datetime
-    settled_at: datetime | None
 
 
 class RunSummary(BaseModel):
@@ -207,18 +195,7 @@ def router(gateway: Gateway) -> APIRouter:
             output=result.get("output") if isinstance(result, dict) else result,
             error=msgspec.json.decode(run.error) if run.error else None,
             inputs=[_input(one) for one in said],
-            effects=[
-                Effect(
-                    name=one.name,
-                    key=one.key,
-                    state=one.state,
-                    attempt=one.epoch,
-                    tries=one.tries,
-                    created_at=one.created_at,
-                    settled_at=one.settled_at,
-                )
-                for one in acts
-            ],
+            effects=[effect_of(one) for one in acts],
             attempts=[
                 Attempt(attempt=one.epoch, outcome=one.outcome, started_at=one.started_at, ended_at=one.ended_at) for one in tries
             ],

@@ -82,7 +82,7 @@ class Submit:
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send, begun: "Begun") -> None:
         accepted = begun.accepted
-        start = streams.Start(begun.cursor, finished=False, at_end=False)
+        start = streams.Start(begun.cursor)
         if accepted.replayed:
             try:
                 async with answering():

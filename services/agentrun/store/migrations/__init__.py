@@ -60,10 +60,8 @@ def _load() -> list[Migration]:
 
 MIGRATIONS = _load()
 LATEST = MIGRATIONS[-1].version
-TRANSITIONS = "\n".join(
-    files("agentrun.store").joinpath(name).read_text()
-    for name in ("transitions.sql", "submissions.sql", "effects.sql", "money.sql")
-)
+FUNCTIONS = ("transitions.sql", "submissions.sql", "effects.sql", "money.sql", "dead_letters.sql", "retention.sql")
+TRANSITIONS = "\n".join(files("agentrun.store").joinpath(name).read_text() for name in FUNCTIONS)
 
 _VERSIONS = """
 CREATE TABLE IF NOT EXISTS schema_versions (
