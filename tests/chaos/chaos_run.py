@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx2
 from chaos_clients import Clients
+from chaos_clock import Clock
 from chaos_history import History, read_tables
 from chaos_judge import Verdict, judge
-from chaos_plan import Fault, Plan, Submission, plan
+from chaos_plan import Fault, Plan, Step, Submission, plan
 from chaos_system import MAX_LOST_ATTEMPTS, ChaosSystem, chaos_system, within
 
 QUIET_SECONDS = 180.0
@@ -53,6 +53,7 @@ class Outcome:
     verdict: Verdict
     bites: Counter[str]
     seconds: float
+    fault_seconds: float
     quiet_seconds: float
 
     def toothless(self, *, long: bool) -> list[str]:
@@ -62,7 +63,8 @@ class Outcome:
 
     def __str__(self) -> str:
         head = f"seed {self.plan.seed}: {len(self.plan.submissions)} messages and {len(self.plan.steps)} faults "
-        head += f"in {self.plan.seconds:.0f} s, quiet after {self.quiet_seconds:.0f} s, {self.seconds:.0f} s in all"
+        head += f"in {self.fault_seconds:.0f} s (planned {self.plan.seconds:.0f}), "
+        head += f"quiet after {self.quiet_seconds:.0f} s, {self.seconds:.0f} s in all"
         bites = [f"  {count:7}  {what}" for what, count in self.bites.items()]
         return "\n".join([head, "judged:", str(self.verdict), "felt:", *bites])
 
@@ -73,16 +75,15 @@ async def chaos(seed: int, runs: int, folder: Path) -> Outcome:
     started = time.monotonic()
     made = plan(seed, runs)
     (folder / "plan.txt").write_text("\n".join([f"seed {seed}", *map(str, made.steps), *map(str, made.submissions)]))
-    limits = httpx2.Limits(max_connections=None)
-    async with chaos_system(folder) as system, httpx2.AsyncClient(trust_env=False, limits=limits) as http:
-        clients = Clients(system, http)
-        watching = asyncio.create_task(system.watch())
+    async with chaos_system(folder) as system:
+        clients, clock = Clients(system, system.http), Clock(lambda: system.stands)
+        background = [asyncio.create_task(system.watch()), asyncio.create_task(clock.run())]
         begun = time.monotonic()
-        playing = [asyncio.create_task(_at(begun + one.at, clients.play(one))) for one in made.submissions]
-        faults = [asyncio.create_task(_at(begun + step.at, system.do(step))) for step in made.steps]
+        playing = [asyncio.create_task(_play(clock, clients, one)) for one in made.submissions]
+        faults = [asyncio.create_task(_do(clock, system, step)) for step in made.steps]
         try:
-            await asyncio.gather(*faults)
-            await asyncio.sleep(max(begun + made.seconds - time.monotonic(), 0))
+            await asyncio.gather(*faults, clock.until(made.seconds))
+            fault_seconds = time.monotonic() - begun
             calm, clients.calm = time.monotonic(), True
             await asyncio.wait(playing, timeout=QUIET_SECONDS)
             last = [asyncio.create_task(clients.play(one)) for one in _last_words(made)]
@@ -92,24 +93,30 @@ async def chaos(seed: int, runs: int, folder: Path) -> Outcome:
             quiet_seconds = time.monotonic() - calm
             left = 0 if quiet else await system.left_in_redis()
         finally:
-            watching.cancel()
+            for task in background:
+                task.cancel()
             for task in playing:
                 if task.done() and not task.cancelled() and task.exception():
                     clients.seen.wrong.append(f"a client failed: {task.exception()!r}")
                 task.cancel()
-            await asyncio.gather(*playing, *faults, watching, return_exceptions=True)
+            await asyncio.gather(*playing, *faults, *background, return_exceptions=True)
         await system.stop_workers()
         clients.seen.wrong += system.ended
         tables = await read_tables(system.pool)
         killed = frozenset(system.killed)
         history = History(clients.seen, tables, system.world.calls, system.world.acted, killed, left, MAX_LOST_ATTEMPTS)
         bites = _bites(system, history)
-    return Outcome(made, history, judge(history), bites, time.monotonic() - started, quiet_seconds)
+    return Outcome(made, history, judge(history), bites, time.monotonic() - started, fault_seconds, quiet_seconds)
 
 
-async def _at(when: float, act: object) -> None:
-    await asyncio.sleep(max(when - time.monotonic(), 0))
-    await act  # type: ignore[misc]
+async def _play(clock: Clock, clients: Clients, one: Submission) -> None:
+    await clock.until(one.at)
+    await clients.play(one)
+
+
+async def _do(clock: Clock, system: ChaosSystem, step: Step) -> None:
+    await clock.until(step.at)
+    await system.do(step)
 
 
 async def _is_quiet(system: ChaosSystem) -> bool:

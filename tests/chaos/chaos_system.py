@@ -11,11 +11,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import asyncpg
+import httpx2
 import redis.asyncio
 from chaos_plan import GATEWAYS, LEASE_SECONDS, LINKS, WORKERS, Fault, Step, Store
 from chaos_provider import World
 from fault_proxy import FaultProxy, fault_proxy
-from processes import Metrics, Product, ProductProcess, ProductProcesses
+from processes import Metrics, Product, ProductProcess, ProductProcesses, parse_metrics
 from store_servers import PrivateServer, choose_programs, private_server
 from waiting import eventually
 
@@ -67,13 +68,18 @@ class ChaosSystem:
     pool: asyncpg.Pool
     world: World
     headers: dict[str, str]
+    http: httpx2.AsyncClient
     at: dict[str, ProductProcess] = field(default_factory=dict)
     killed: set[str] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
     scraped: dict[str, Metrics] = field(default_factory=dict)
+    up: set[str] = field(default_factory=set)
+    """The names of those that were ready once and answered when they were last asked."""
+    _ready: set[str] = field(default_factory=set)
     _draining: set[str] = field(default_factory=set)
     _renewing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _at_server: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def gateways(self) -> list[ProductProcess]:
@@ -102,14 +108,15 @@ class ChaosSystem:
             case Fault.DRAIN_WORKER:
                 await self._drain(step.place)
             case Fault.FLUSH_REDIS:
-                async with redis.asyncio.Redis.from_url(self.redis.url) as client:
+                async with self._at_server, redis.asyncio.Redis.from_url(self.redis.url) as client:
                     await client.flushall()
                 self.done[step.fault] += 1
             case Fault.RESTART_REDIS | Fault.RESTART_POSTGRES:
                 server = self.redis if step.fault is Fault.RESTART_REDIS else self.postgres
-                await server.kill()
-                await asyncio.sleep(RESTART_SECONDS)
-                await server.start()
+                async with self._at_server:
+                    await server.kill()
+                    await asyncio.sleep(RESTART_SECONDS)
+                    await server.start()
                 self.done[step.fault] += 1
             case Fault.CUT | Fault.SLOW | Fault.LOSE_REPLIES:
                 await self._trouble(self.links[step.place].of(step.store), step)
@@ -176,7 +183,9 @@ class ChaosSystem:
     async def watch(self) -> None:
         """Scrapes metrics, and starts anew whoever ended without being told to, as a Deployment does; until cancelled."""
         while True:
-            await asyncio.gather(*(self._scrape(process) for process in list(self.at.values())))
+            asked = list(self.at.values())
+            answered = await asyncio.gather(*(self._scrape(process) for process in asked))
+            self.up = {process.name for process, well in zip(asked, answered, strict=True) if well}
             for place, process in list(self.at.items()):
                 if process.returncode is not None and process.name not in self.killed | self._draining:
                     self.ended.append(f"{process.name} ended by itself with {process.returncode}: {process.log_tail(3)}")
@@ -184,10 +193,25 @@ class ChaosSystem:
                     await self._renew(place, process)
             await asyncio.sleep(SCRAPE_SECONDS)
 
-    async def _scrape(self, process: ProductProcess) -> None:
-        with contextlib.suppress(Exception):
+    async def _scrape(self, process: ProductProcess) -> bool:
+        """Whether it is up."""
+        with contextlib.suppress(httpx2.HTTPError, TimeoutError):
             async with asyncio.timeout(1):
-                self.scraped[process.name] = await process.metrics()
+                if process.name not in self._ready:
+                    if (await self.http.get(f"{process.base_url}/readyz")).status_code != 200:
+                        return False
+                    self._ready.add(process.name)
+                answer = await self.http.get(f"{process.base_url}/metrics")
+            if answer.status_code == 200:
+                self.scraped[process.name] = parse_metrics(answer.text)
+                return True
+        return False
+
+    @property
+    def stands(self) -> bool:
+        """Whether somebody takes messages and somebody works: only then there is something to break."""
+        up = {place.partition("-")[0] for place, process in self.at.items() if process.name in self.up}
+        return {"gateway", "worker"} <= up
 
     def counted(self, name: str, **labels: str) -> int:
         """A metric over all processes that ever were, as last seen of each."""
@@ -252,11 +276,12 @@ async def chaos_system(folder: Path) -> AsyncIterator[ChaosSystem]:
             name=NAME,
             environment=environment,
         )
+        http = await stack.enter_async_context(httpx2.AsyncClient(trust_env=False, limits=httpx2.Limits(max_connections=None)))
         pool = await asyncpg.create_pool(postgres.url, min_size=0, max_size=5, command_timeout=10)
         stack.callback(pool.terminate)
         processes = ProductProcesses(folder / "processes")
         stack.callback(processes.close)
-        system = ChaosSystem(product, processes, postgres, bus, links, pool, world, {"Authorization": f"Bearer {key}"})
+        system = ChaosSystem(product, processes, postgres, bus, links, pool, world, {"Authorization": f"Bearer {key}"}, http)
         await system.start_all()
         yield system
 

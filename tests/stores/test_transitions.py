@@ -271,6 +271,23 @@ async def test_a_late_write_of_an_old_attempt_changes_nothing_but_the_ledger(poo
     assert await pool.fetchval("SELECT sum(cost_usd) FROM ledger") == Decimal("0.000030")
 
 
+async def test_a_flush_waits_for_whoever_ends_its_attempt(pool: Pool) -> None:
+    run = (await submitted(pool)).run_id
+    await claimed(pool, run)
+    async with pool.acquire() as conn:
+        transaction = conn.transaction()
+        await transaction.start()
+        await transitions.take_over(conn, [TakeOver(run, Reason.CANCELLED)])
+        flushing = asyncio.ensure_future(transitions.flush(pool, [Flush(run, 1, 500, [event(0), event(200)])]))
+        await eventually(
+            lambda: conn.fetchval("SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"), within=10, what="the flush waits"
+        )
+        await transaction.commit()
+    assert await flushing == set()
+    assert (await log(pool, run))[-1] == (129, 1, "cancelled")
+    assert await pool.fetchval("SELECT seq_reserved FROM attempts") == 127
+
+
 async def test_in_a_group_only_the_fenced_member_is_refused(pool: Pool) -> None:
     one, two = (await submitted(pool, session="a")).run_id, (await submitted(pool, session="b")).run_id
     for run in (one, two):
