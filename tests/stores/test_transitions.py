@@ -488,6 +488,52 @@ async def test_a_hand_back_does_not_count_as_lost(pool: Pool) -> None:
 # ---------------------------------------------------------------- locks
 
 
+@pytest.mark.parametrize("held", ["sessions", "runs"])
+@pytest.mark.parametrize("ends", ["finish", "take_over"])
+async def test_whoever_ends_a_run_locks_session_run_and_attempt_in_this_order(pool: Pool, held: str, ends: str) -> None:
+    run = (await submitted(pool)).run_id
+    await claimed(pool, run)
+    async with pool.acquire() as conn, pool.acquire() as other:
+        transaction = conn.transaction()
+        await transaction.start()
+        await conn.execute(f"SELECT 1 FROM {held} FOR NO KEY UPDATE")
+        if ends == "finish":
+            ending = asyncio.ensure_future(transitions.finish(pool, [Finish(run, 1, RunStatus.FAILED, error="{}")]))
+        else:
+            ending = asyncio.ensure_future(transitions.take_over(pool, [TakeOver(run, Reason.CANCELLED)]))
+        await eventually(
+            lambda: conn.fetchval("SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"), within=10, what=f"{ends} waits"
+        )
+        later = {"sessions": ("runs", "attempts"), "runs": ("attempts",)}[held]
+        for table in later:
+            await other.execute(f"SELECT 1 FROM {table} FOR UPDATE NOWAIT")
+        await transaction.rollback()
+    assert (await ending)[0].ok
+
+
+async def test_a_write_that_checks_a_foreign_key_waits_for_no_transition(pool: Pool) -> None:
+    run = (await submitted(pool)).run_id
+    await claimed(pool, run)
+    for holds in ("take_over", "finish", "claim"):
+        async with pool.acquire() as conn, pool.acquire() as other:
+            transaction = conn.transaction()
+            await transaction.start()
+            if holds == "take_over":
+                await transitions.take_over(conn, [TakeOver(run, Reason.CANCELLED)])
+            elif holds == "finish":
+                await transitions.finish(conn, [Finish(run, 1, RunStatus.FAILED, error="{}")])
+            else:
+                await transitions.take_over(conn, [TakeOver(run, Reason.HANDED_BACK, 1, last_seq=-1)])
+                assert await transitions.claim(conn, [Claim(run, 1, "w/2")], lease_seconds=60)
+            async with other.transaction():
+                await other.execute("SET LOCAL lock_timeout = '200ms'")
+                await other.execute(
+                    "INSERT INTO messages (run_id, seq, epoch, kind, data) VALUES ($1, 9999, 1, 'void', '{}')", run
+                )
+                await other.execute("DELETE FROM messages WHERE seq = 9999")
+            await transaction.rollback()
+
+
 async def test_sixteen_writers_at_once_never_deadlock(pool: Pool) -> None:
     """Two of each kind, so that two groups of one kind meet too, over the same few sessions, in groups in any order."""
     sessions = [f"s{n}" for n in range(6)]
