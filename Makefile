@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos test-system lint fmt types model up e2e down bench-operator docs image chart clean
+.PHONY: help demo test chaos test-planted test-system lint fmt types model up e2e down bench-operator docs image chart clean
 
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
@@ -32,6 +32,10 @@ test: .venv/.synced ## All tests; the stores tier twice, the second time on the 
 
 chaos: .venv/.synced ## Random faults on real processes, judged by what is left; RUNS=200 SEED=1
 	@PYTHONPATH=tests/support $(RUN)/python tests/chaos/chaos_run.py --runs $(or $(RUNS),200) --seed $(or $(SEED),1)
+
+test-planted: .venv/.synced ## Plant each known bug in a copy of the product, and see its test go red
+	@mkdir -p $(REPORTS)
+	AGENTRUN_PLANTED=all $(PYTEST) tests/chaos/test_planted_bugs.py --junitxml=$(REPORTS)/planted.xml $(ARGS)
 
 test-system: .venv/.synced ## The stores tier on the system's Postgres 15 and Redis 7.0
 	@mkdir -p $(REPORTS)
