@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-scale test-system lint fmt types model up e2e down bench-operator bench-wake docs image chart clean
+.PHONY: help demo test chaos test-planted test-long test-scale test-system lint fmt types model up e2e down bench-operator bench-wake docs image chart clean
 
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
@@ -33,6 +33,13 @@ test: .venv/.synced ## All tests; the stores tier twice, the second time on the 
 test-long: .venv/.synced ## The tests that take many minutes, such as an API server that is away for five; needs KUBEBUILDER_ASSETS
 	@mkdir -p $(REPORTS)
 	AGENTRUN_TEST_LONG=1 $(PYTEST) -m long --junitxml=$(REPORTS)/long.xml $(ARGS)
+
+chaos: .venv/.synced ## Random faults on real processes, judged by what is left; RUNS=200 SEED=1
+	@PYTHONPATH=tests/support $(RUN)/python tests/chaos/chaos_run.py --runs $(or $(RUNS),200) --seed $(or $(SEED),1)
+
+test-planted: .venv/.synced ## Plant each known bug in a copy of the product, and see its test go red
+	@mkdir -p $(REPORTS)
+	AGENTRUN_PLANTED=all $(PYTEST) tests/chaos/test_planted_bugs.py --junitxml=$(REPORTS)/planted.xml $(ARGS)
 
 test-system: .venv/.synced ## The stores tier on the system's Postgres 15 and Redis 7.0
 	@mkdir -p $(REPORTS)

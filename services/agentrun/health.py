@@ -37,6 +37,8 @@ async def serve(*, host: str, port: int | None, alive: Probe, ready: Probe) -> A
                 await writer.drain()
         except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError):
             pass  # a client that says nothing, too much, or nonsense: nobody to answer to
+        except asyncio.CancelledError:
+            pass  # the process ends; before 3.12 asyncio complains of a handler that lets its cancellation through
         finally:
             writer.close()
 

@@ -271,6 +271,23 @@ async def test_a_late_write_of_an_old_attempt_changes_nothing_but_the_ledger(poo
     assert await pool.fetchval("SELECT sum(cost_usd) FROM ledger") == Decimal("0.000030")
 
 
+async def test_a_flush_waits_for_whoever_ends_its_attempt(pool: Pool) -> None:
+    run = (await submitted(pool)).run_id
+    await claimed(pool, run)
+    async with pool.acquire() as conn:
+        transaction = conn.transaction()
+        await transaction.start()
+        await transitions.take_over(conn, [TakeOver(run, Reason.CANCELLED)])
+        flushing = asyncio.ensure_future(transitions.flush(pool, [Flush(run, 1, 500, [event(0), event(200)])]))
+        await eventually(
+            lambda: conn.fetchval("SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"), within=10, what="the flush waits"
+        )
+        await transaction.commit()
+    assert await flushing == set()
+    assert (await log(pool, run))[-1] == (129, 1, "cancelled")
+    assert await pool.fetchval("SELECT seq_reserved FROM attempts") == 127
+
+
 async def test_in_a_group_only_the_fenced_member_is_refused(pool: Pool) -> None:
     one, two = (await submitted(pool, session="a")).run_id, (await submitted(pool, session="b")).run_id
     for run in (one, two):
@@ -469,6 +486,52 @@ async def test_a_hand_back_does_not_count_as_lost(pool: Pool) -> None:
 
 
 # ---------------------------------------------------------------- locks
+
+
+@pytest.mark.parametrize("held", ["sessions", "runs"])
+@pytest.mark.parametrize("ends", ["finish", "take_over"])
+async def test_whoever_ends_a_run_locks_session_run_and_attempt_in_this_order(pool: Pool, held: str, ends: str) -> None:
+    run = (await submitted(pool)).run_id
+    await claimed(pool, run)
+    async with pool.acquire() as conn, pool.acquire() as other:
+        transaction = conn.transaction()
+        await transaction.start()
+        await conn.execute(f"SELECT 1 FROM {held} FOR NO KEY UPDATE")
+        if ends == "finish":
+            ending = asyncio.ensure_future(transitions.finish(pool, [Finish(run, 1, RunStatus.FAILED, error="{}")]))
+        else:
+            ending = asyncio.ensure_future(transitions.take_over(pool, [TakeOver(run, Reason.CANCELLED)]))
+        await eventually(
+            lambda: conn.fetchval("SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"), within=10, what=f"{ends} waits"
+        )
+        later = {"sessions": ("runs", "attempts"), "runs": ("attempts",)}[held]
+        for table in later:
+            await other.execute(f"SELECT 1 FROM {table} FOR UPDATE NOWAIT")
+        await transaction.rollback()
+    assert (await ending)[0].ok
+
+
+async def test_a_write_that_checks_a_foreign_key_waits_for_no_transition(pool: Pool) -> None:
+    run = (await submitted(pool)).run_id
+    await claimed(pool, run)
+    for holds in ("take_over", "finish", "claim"):
+        async with pool.acquire() as conn, pool.acquire() as other:
+            transaction = conn.transaction()
+            await transaction.start()
+            if holds == "take_over":
+                await transitions.take_over(conn, [TakeOver(run, Reason.CANCELLED)])
+            elif holds == "finish":
+                await transitions.finish(conn, [Finish(run, 1, RunStatus.FAILED, error="{}")])
+            else:
+                await transitions.take_over(conn, [TakeOver(run, Reason.HANDED_BACK, 1, last_seq=-1)])
+                assert await transitions.claim(conn, [Claim(run, 1, "w/2")], lease_seconds=60)
+            async with other.transaction():
+                await other.execute("SET LOCAL lock_timeout = '200ms'")
+                await other.execute(
+                    "INSERT INTO messages (run_id, seq, epoch, kind, data) VALUES ($1, 9999, 1, 'void', '{}')", run
+                )
+                await other.execute("DELETE FROM messages WHERE seq = 9999")
+            await transaction.rollback()
 
 
 async def test_sixteen_writers_at_once_never_deadlock(pool: Pool) -> None:

@@ -35,7 +35,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 LANGUAGES = "Grüße, señor! Привет, мир. 你好，世界。 こんにちは 안녕하세요 שלום مرحبا नमस्ते 👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 𝒳 end"
 BROKEN_PIECES = ["nul \x00 here, pair ", "\ud83d", "\ude00 joined, high \ud800", " low \udc00, ", "literal \\u0000 stays 🎉"]
@@ -66,13 +66,24 @@ class Plan:
     calls: list[tuple[str, str, str]] = field(default_factory=list)  # (id, name, arguments)
 
 
+@dataclass
+class Answer:
+    """One call that was not refused: what was asked, what was to be answered at which price, and whether all of it went out."""
+
+    body: dict[str, Any]
+    plan: Plan
+    usage: dict[str, Any]
+    finished: bool = False
+
+
 class FakeProvider:
-    """The server. `counts` and `requests` are its memory; `base` is its address."""
+    """The server. `counts`, `requests` and `answers` are its memory; `url` is its address."""
 
     def __init__(self, port: int = 0, *, host: str = "127.0.0.1") -> None:
         self.port = port
         self._host = host
         self.requests: list[dict[str, Any]] = []
+        self.answers: list[Answer] = []
         self.counts: Counter[str] = Counter()
         self._tries: Counter[str] = Counter()
         self._server: asyncio.Server | None = None
@@ -99,7 +110,7 @@ class FakeProvider:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
 
-    def __enter__(self) -> "FakeProvider":
+    def __enter__(self) -> Self:
         ready = threading.Event()
         self._loop = asyncio.new_event_loop()
 
@@ -125,6 +136,7 @@ class FakeProvider:
     def reset(self) -> None:
         """Forgets requests, counts and which failures have happened."""
         self.requests.clear()
+        self.answers.clear()
         self.counts.clear()
         self._tries.clear()
 
@@ -170,8 +182,12 @@ class FakeProvider:
         elif method == "POST" and path.endswith("/chat/completions"):
             return await self._completion(json.loads(body), reader, writer)
         else:
-            await _reply(writer, 404, _problem("no such route", "not_found"))
+            await _reply(writer, *await self.other(method, path, body))
         return True
+
+    async def other(self, method: str, path: str, body: bytes) -> tuple[int, object]:
+        """Status and JSON of a request that is no part of the provider: for subclasses."""
+        return 404, _problem("no such route", "not_found")
 
     async def _completion(self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         self.counts["calls"] += 1
@@ -184,13 +200,14 @@ class FakeProvider:
             await _reply(writer, status, _problem(f"scripted {status}", f"scripted_{status}"), headers)
             return True
         plan = _plan(body["messages"], directives)
-        usage = _usage(body["messages"], plan)
+        answer = Answer(body, plan, _usage(body["messages"], plan))
+        self.answers.append(answer)
         if not body.get("stream"):
-            await _reply(writer, 200, _whole(body, plan, usage))
-            self._finished(usage)
+            await _reply(writer, 200, _whole(body, plan, answer.usage))
+            self._finished(answer)
             return True
         gone = asyncio.ensure_future(reader.read(1))  # a client sends nothing more until it leaves or asks again
-        talk = asyncio.ensure_future(self._stream(body, directives, plan, usage, writer))
+        talk = asyncio.ensure_future(self._stream(answer, directives, writer))
         try:
             await asyncio.wait({gone, talk}, return_when=asyncio.FIRST_COMPLETED)
             if not talk.done():
@@ -203,14 +220,8 @@ class FakeProvider:
                 task.cancel()
             await asyncio.gather(gone, talk, return_exceptions=True)
 
-    async def _stream(
-        self,
-        body: dict[str, Any],
-        directives: list[Directive],
-        plan: Plan,
-        usage: dict[str, Any],
-        writer: asyncio.StreamWriter,
-    ) -> None:
+    async def _stream(self, answer: Answer, directives: list[Directive], writer: asyncio.StreamWriter) -> None:
+        body, plan = answer.body, answer.plan
         trouble = {name: self._due(directives, name) for name in ("hang", "cut", "badjson")}
         limits = {name: found.number("after", 3) for name, found in trouble.items() if found is not None}
         if limits.get("hang") == 0:
@@ -234,9 +245,9 @@ class FakeProvider:
             await _frame(writer, {**head, "choices": [choice]}, cut_bytes=cut_bytes)
         asked = (body.get("stream_options") or {}).get("include_usage")
         if asked and not any(found.name == "nousage" for found in directives):
-            await _frame(writer, {**head, "choices": [], "usage": usage})
+            await _frame(writer, {**head, "choices": [], "usage": answer.usage})
         _chunk(writer, b"data: [DONE]\n\n")
-        self._finished(usage)
+        self._finished(answer)
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
@@ -259,7 +270,8 @@ class FakeProvider:
                 return found if self._tries[key] <= found.number("times", 1) else None
         return None
 
-    def _finished(self, usage: dict[str, Any]) -> None:
+    def _finished(self, answer: Answer) -> None:
+        answer.finished, usage = True, answer.usage
         self.counts["finished"] += 1
         self.counts["prompt_tokens"] += usage["prompt_tokens"]
         self.counts["completion_tokens"] += usage["completion_tokens"]

@@ -1,9 +1,11 @@
 """The health server of processes that have no other HTTP."""
 
 import asyncio
+import socket
 
 import httpx2
 import pytest
+from waiting import eventually
 
 from agentrun import health
 from agentrun.domain.errors import ConfigurationError
@@ -76,3 +78,16 @@ async def test_no_port_means_no_server_and_a_taken_one_is_told() -> None:
         with pytest.raises(ConfigurationError, match="AGENTRUN_HEALTH_PORT: cannot listen on"):
             async with health.serve(host="127.0.0.1", port=port, alive=fine, ready=fine):
                 pass
+
+
+def test_a_probe_that_is_open_when_the_process_ends_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.socket() as probe:
+
+        async def process() -> None:
+            async with health.serve(host="127.0.0.1", port=0, alive=fine, ready=fine) as port:
+                probe.connect(("127.0.0.1", port))
+                probe.sendall(b"GET /healthz HTTP/1.1\r\n")
+                await eventually(lambda: len(asyncio.all_tasks()) > 1, within=5, what="the probe is being read")
+
+        asyncio.run(process())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
