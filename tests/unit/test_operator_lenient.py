@@ -22,12 +22,12 @@ def test_what_is_known_whole_has_no_note() -> None:
 
 def test_unknown_members_are_left_out_at_every_depth_and_named() -> None:
     raw = agent_run(
-        retention={"days": 3},
+        hibernation={"days": 3},
         workers={"retries": 7, "warmSeconds": 5},
         podTemplate={"tolerations": [{"operator": "Exists"}, {"key": "a", "operator": "Exists", "why": "x"}]},
     )
     found = known_agent_run(raw)
-    assert found.unknown == ("spec.retention", "spec.workers.warmSeconds", "spec.podTemplate.tolerations[1].why")
+    assert found.unknown == ("spec.hibernation", "spec.workers.warmSeconds", "spec.podTemplate.tolerations[1].why")
     assert (
         found.manifest
         == known_agent_run(
