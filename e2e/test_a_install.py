@@ -1,5 +1,7 @@
 """The chart on an empty cluster: with the resource definitions applied before it, and without them."""
 
+from waiting import eventually
+
 from harness.commands import CommandError
 from harness.system import CRDS, ROOT, System
 
@@ -9,7 +11,11 @@ def definitions(system: System) -> set[str]:
     return {name.partition("/")[2] for name in found} & set(CRDS)
 
 
-def test_the_chart_goes_on_top_of_definitions_that_are_there(system: System) -> None:
+def left(system: System) -> list[str]:
+    return system.kubectl("get", "all", "-n", system.chart.namespace, "-o", "name").split()
+
+
+async def test_the_chart_goes_on_top_of_definitions_that_are_there(system: System) -> None:
     system.chart.uninstall()
     system.delete_definitions()
     system.kubectl(
@@ -22,7 +28,7 @@ def test_the_chart_goes_on_top_of_definitions_that_are_there(system: System) -> 
     system.chart.test()
     system.chart.uninstall()
     assert definitions(system) == set(CRDS), "an uninstall keeps the definitions, and with them everybody's objects"
-    assert system.kubectl("get", "all", "-n", system.chart.namespace, "-o", "name").split() == []
+    await eventually(lambda: not left(system), within=60, what="its namespace is empty")
 
 
 def test_the_chart_brings_the_definitions_where_there_are_none(system: System) -> None:

@@ -38,7 +38,7 @@ def test_unknown_members_are_left_out_at_every_depth_and_named() -> None:
         ).manifest
     )
     assert pod_manifest(found.manifest)["spec"]["workers"] == {"retries": 7}
-    assert "spec.retention" in note_of(found.unknown) and "upgrade the operator" in note_of(found.unknown)
+    assert "spec.hibernation" in note_of(found.unknown) and "upgrade the operator" in note_of(found.unknown)
 
 
 def test_free_content_is_not_looked_into() -> None:
