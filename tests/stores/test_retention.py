@@ -21,6 +21,7 @@ from agentrun.gateway.log import EventLog
 from agentrun.maintenance.retention import DAY_SECONDS, Ages, Retention
 from agentrun.store import dead_letters, effects, follow_ups, messages, retention, runs, transitions
 from agentrun.store.effects import Begin, EffectState
+from agentrun.store.follow_ups import FollowedUp
 from agentrun.store.ids import new_id
 from agentrun.store.pool import Pool, create_pool
 from agentrun.store.retention import BEGINNING, Archived
@@ -160,6 +161,22 @@ async def test_what_was_cut_off_is_the_only_copy_and_stays(pool: Pool) -> None:
     left = await messages.after(pool, run, after=-1)
     assert [json.loads(one.data)["text"] for one in left if one.kind is Kind.TEXT_DELTA] == ["cut ", "off"]
     assert reduced(left)[0] == "abcut off"
+
+
+async def test_a_whole_text_that_was_taken_back_spares_no_delta_before_it(pool: Pool) -> None:
+    """A checkpoint within a message, as an agent of one's own may make it."""
+    log = Log()
+    log.add("item_added", item=0, type="message")
+    log.add("text_delta", item=0, part=0, text="kept ")
+    log.add("text_delta", item=0, part=0, text="lost ")
+    log.add("text_done", item=0, part=0, text="kept lost ")
+    log.add("restart", keep=1)
+    log.add("cancelled")
+    run = await stored(pool, log)
+    await archive(pool)
+    left = await messages.after(pool, run, after=-1)
+    assert [one.seq for one in left] == [0, 1, 3, 4, 5]
+    assert reduced(left) == ("kept ", Kind.CANCELLED)
 
 
 async def test_a_large_run_goes_in_bounded_batches_and_is_archived_with_the_last(pool: Pool) -> None:
@@ -313,6 +330,34 @@ async def test_a_message_to_a_session_that_goes_at_this_moment_is_a_run_all_the_
     finally:
         stop.set()
         await deleting
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+async def test_a_session_that_goes_between_two_statements_of_a_submission_is_made_anew(pool: Pool, policy: Policy) -> None:
+    """As if a pass had come just after the look at whether the session is there: a trigger does it."""
+    await pool.execute("CREATE TABLE armed ()")
+    await pool.execute(
+        """CREATE FUNCTION deletes_once() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+               IF EXISTS (SELECT 1 FROM armed) THEN
+                   DELETE FROM armed;
+                   DELETE FROM sessions s WHERE NOT EXISTS (SELECT 1 FROM runs r WHERE r.session_id = s.id);
+               END IF;
+               RETURN NULL;
+           END $$"""
+    )
+    await pool.execute("CREATE TRIGGER goes AFTER INSERT ON sessions FOR EACH STATEMENT EXECUTE FUNCTION deletes_once()")
+    item = submission("late")
+
+    async def empty_session() -> None:
+        await pool.execute("INSERT INTO sessions (id, agent, user_id, external_id) VALUES ($1, $2, 'ann', 's1')", new_id(), AGENT)
+        await pool.execute("INSERT INTO armed DEFAULT VALUES")
+
+    await empty_session()
+    assert await follow_ups.submit(pool, [item], policy) == [None], "it leaves its group"
+    await empty_session()
+    done = await follow_ups.follow_up(pool, item, policy, window_seconds=30)
+    assert isinstance(done, FollowedUp) and not done.rejected
+    assert (await runs.get(pool, item.run_id, agent=AGENT)) is not None
 
 
 async def test_the_ledger_has_its_own_time(pool: Pool) -> None:

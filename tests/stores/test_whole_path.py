@@ -118,6 +118,22 @@ async def test_a_killed_worker_costs_one_restart_and_no_finished_model_call(whol
     assert await whole.has_no_holes()
 
 
+async def test_qw_04_a_killed_workers_run_goes_on_soon_however_long_a_run_may_take(whole: System) -> None:
+    manifest = whole.product.manifest
+    manifest.write_text(manifest.read_text().replace("maxRunSeconds: 120", "maxRunSeconds: 7200"))
+    workers = await running(whole, workers=2)
+    run_id = await whole.submit("[[slow ms=30]] [[deltas n=60]]")
+    await attempt_is_under_way(whole, run_id, events=2, kinds=("text_delta",))
+    (await whole.worker_of(run_id, workers)).kill()
+    await eventually(lambda: _second_attempt(whole, run_id), within=30, what="the other worker has it, after a lease and a pass")
+    assert await ended(whole, run_id) == "succeeded"
+    assert await whole.outcomes(run_id) == ["lost", "finished"]
+
+
+async def _second_attempt(whole: System, run_id: UUID) -> bool:
+    return len(await whole.outcomes(run_id)) == 2
+
+
 async def test_a_hundred_cuts_lose_and_repeat_nothing(whole: System) -> None:
     await running(whole)
     runs = [await whole.submit("[[slow ms=4]] [[deltas n=250]]", session=f"s{n}") for n in range(4)]
