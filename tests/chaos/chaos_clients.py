@@ -17,6 +17,9 @@ PATIENCE_SECONDS, CALM_SECONDS = 4.0, 20.0
 """Without an answer, or a word of a stream, for so long, a client asks anew: its gateway may be stopped. The second once all is calm."""
 PAUSE_SECONDS = 0.2
 REFUSALS = (429, 503)
+"""Answers after which a client tries again."""
+MOST_REFUSALS = 3
+"""Others that a reader takes before it gives up."""
 
 
 @dataclass
@@ -64,6 +67,7 @@ class Clients:
                 return self.seen.accepted[-1].run_id
             if response is not None and response.status_code not in REFUSALS:
                 self.seen.wrong.append(f"{one.key}: {response.status_code} {response.text[:300]}")
+                await asyncio.sleep(self._patience)
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _cancel(self, run_id: str) -> None:
@@ -93,13 +97,14 @@ class Clients:
         while True:
             reader, transcript = Reader(run_id), Transcript()
             self.seen.readers.append(reader)
-            while not transcript.ended:
+            while not transcript.ended and reader.refusals < MOST_REFUSALS:
                 most = None if self.calm else rng.choice([5, 20, 60, None])
                 with contextlib.suppress(OSError, StreamCutError, TimeoutError):
                     await self._connect(reader, transcript, most)
                 reader.text, reader.restarts = transcript.text, transcript.restarts
                 await asyncio.sleep(PAUSE_SECONDS * rng.random())
-            assert transcript.end is not None
+            if transcript.end is None:
+                return
             reader.end = transcript.end.value
             if reader.end != "superseded":
                 return
@@ -112,10 +117,12 @@ class Clients:
             async with open_stream(url, headers=self.system.headers, last_event_id=cursor, within=self._patience) as stream:
                 reader.connections += 1
                 if stream.status == 204:
+                    reader.refusals += 1
                     self.seen.wrong.append(f"{reader.run_id}: 204 at {cursor}, before the end was seen")
                 await self._read(stream, reader, transcript, most)
         except StreamRefusedError as refused:
             if refused.status not in REFUSALS:
+                reader.refusals += 1
                 self.seen.wrong.append(f"{reader.run_id}: {refused.status} at {cursor}: {refused.body[:200]!r}")
             await asyncio.sleep(PAUSE_SECONDS)
 

@@ -28,6 +28,7 @@ class Reader:
     end: str | None = None
     connections: int = 0
     restarts: int = 0
+    refusals: int = 0
 
 
 @dataclass

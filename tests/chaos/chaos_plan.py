@@ -195,7 +195,7 @@ def _submissions(seed: int, runs: int) -> list[Submission]:
                 copies=rng.choice([1, 1, 1, 2, 3]),
                 again=rng.uniform(0.2, 5) if rng.random() < 0.25 else None,
                 followers=tuple(rng.randrange(2**32) for _ in range(rng.choice([1, 1, 2]))),
-                cancel=rng.uniform(0, 1) if rng.random() < 0.06 else None,
+                cancel=rng.uniform(0, 2.5) if rng.random() < 0.1 else None,
             )
         )
     return sorted(made, key=lambda one: one.at)

@@ -2,13 +2,18 @@
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chaos_history import Accepted, History, Reader, Seen, Tables
 from chaos_judge import judge
+from chaos_plan import plan
 from chaos_provider import ModelCall
+from chaos_run import Outcome, shown_failure
 
 FIRST, SECOND = "00000000-0000-7000-8000-000000000001", "00000000-0000-7000-8000-000000000002"
 ORDER = '[[tool charge {"order": "m1"}]]'
@@ -65,7 +70,7 @@ def good() -> History:
             }
             for n, (run, text) in enumerate([(FIRST, "one"), (SECOND, f"{ORDER} two")])
         ],
-        ledger=[{**ledger, "reasoning_tokens": 0, "cost_usd": 1, "unmeasured": False}],
+        ledger=[{**ledger, "reasoning_tokens": 0, "cost_usd": Decimal("0.1"), "unmeasured": False}],
         effects=[{"run_id": SECOND, "name": "charge", "key": "m1", "state": "done"}],
         dead_letters=[],
     )
@@ -133,3 +138,21 @@ def test_each_harm_is_found(promise: str, harm: Callable[[History], Any]) -> Non
     history = copy.deepcopy(good())
     harm(history)
     assert judge(history).findings[promise]
+
+
+def test_a_failure_shows_seed_rows_and_where_the_rest_is(tmp_path: Path) -> None:
+    history = good()
+    history.tables.ledger[0]["output_tokens"] = 2
+    outcome = Outcome(plan(7, 20), history, judge(history), Counter(), 1.0, 1.0, 1.0)
+    shown = shown_failure(outcome, tmp_path)
+    assert "seed 7" in shown and str(tmp_path) in shown
+    assert f"run {SECOND}" in shown and "'output_tokens': 2" in shown and "5/2 completed" in shown
+    assert json.loads((tmp_path / "history.json").read_text())["seen"]["readers"][1]["text"] == "ab"
+    assert f"BROKEN: {MONEY}: 1" in str(outcome)
+
+
+def test_a_fault_that_was_not_felt_is_named() -> None:
+    outcome = Outcome(plan(7, 20), good(), judge(good()), Counter({"attempts lost": 1, "runs swept": 0}), 1.0, 1.0, 1.0)
+    assert "attempts lost" not in outcome.toothless(long=True)
+    assert {"runs swept", "kill worker"} <= set(outcome.toothless(long=True))
+    assert "runs swept" in outcome.toothless(long=False) and "kill worker" not in outcome.toothless(long=False)
