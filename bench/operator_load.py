@@ -60,6 +60,7 @@ class Figures:
     idle_cpu: float
     api_server_idle_cpu: float
     memory: float
+    peak_memory: float
     tick: float
     writes: int
     changed: int
@@ -79,7 +80,7 @@ class Figures:
     def __str__(self) -> str:
         return (
             f"{self.count} AgentRuns: reconciled in {self.reconciled:.1f} s, ready in {self.ready:.1f} s; idle: "
-            f"{self.idle_cpu:.1f} % of a core (API server {self.api_server_idle_cpu:.1f} %), {self.memory:.0f} MiB, "
+            f"{self.idle_cpu:.1f} % of a core (API server {self.api_server_idle_cpu:.1f} %), {self.memory:.0f} MiB (at most {self.peak_memory:.0f}), "
             f"tick {1000 * self.tick:.0f} ms, {self.writes} writes, {self.changed} objects changed"
         )
 
@@ -206,6 +207,7 @@ async def idle(operator: ProductProcess, server: KubeServer, seconds: float) -> 
         "idle_cpu": 100 * cpu / took,
         "api_server_idle_cpu": 100 * api_cpu / took,
         "memory": resident_mib(operator.pid),
+        "peak_memory": resident_mib(operator.pid, "VmHWM"),
         "tick": difference(before, after, "agentrun_operator_tick_seconds_sum") / max(ticks, 1),
         "writes": writes(before, after),
     }
@@ -292,9 +294,9 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def resident_mib(pid: int) -> float:
+def resident_mib(pid: int, what: str = "VmRSS") -> float:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:")) / 1024
 
 
 if __name__ == "__main__":

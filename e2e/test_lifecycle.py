@@ -208,9 +208,10 @@ async def test_ko_01_an_uninstall_without_an_operator_ends_and_what_is_left_serv
     assert time.monotonic() - started < 60
     await shop.done(gateway, [gateway.submit("0.1")["run_id"]], within=30)
     assert shop.uids("jobs") == before
-    shop.remove_agents()  # the garbage collector does it; nobody has a finalizer
 
     chart.install()
+    await shop.done(gateway, [gateway.submit("0.1")["run_id"]], within=60)
+    shop.remove_agents()
     shop.psql("UPDATE meta SET owner = NULL")
     gateway = shop.agent("again", WORK)
     await shop.done(gateway, [gateway.submit("0.1")["run_id"]], within=60)
