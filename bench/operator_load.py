@@ -81,7 +81,8 @@ class Figures:
         return (
             f"{self.count} AgentRuns: reconciled in {self.reconciled:.1f} s, ready in {self.ready:.1f} s; idle: "
             f"{self.idle_cpu:.1f} % of a core (API server {self.api_server_idle_cpu:.1f} %), "
-            f"{self.memory:.0f} MiB (at most {self.peak_memory:.0f}), tick {1000 * self.tick:.0f} ms, {self.writes} writes, {self.changed} objects changed"
+            f"{self.memory:.0f} MiB (at most {self.peak_memory:.0f}), "
+            f"tick {1000 * self.tick:.0f} ms, {self.writes} writes, {self.changed} objects changed"
         )
 
 
