@@ -9,15 +9,25 @@ from agentrun_operator.reasons import Reason
 from agentrun_operator.situation import Situation
 
 
+def spent_today(situation: Situation) -> Decimal | None:
+    """What the runs of this day have spent, in USD; None where no day has a limit: then nobody counts."""
+    if situation.observed.manifest is None:
+        return None
+    budget = situation.manifest.spec.budget
+    if budget.usd_per_day is None and budget.usd_per_user_day is None:
+        return None
+    today = situation.now.astimezone(ZoneInfo(budget.time_zone)).date()
+    return next((one.spent for one in situation.observed.budgets if one.day == today), Decimal(0))
+
+
 def exhausted(situation: Situation) -> Finding | None:
     """The condition, while what was spent leaves no room for one more run. What is only set aside comes back, and is not told."""
-    if situation.observed.manifest is None:
+    spent = spent_today(situation)
+    if spent is None:
         return None
     budget = situation.manifest.spec.budget
     if budget.usd_per_day is None or budget.usd_per_run is None:
         return None
-    today = situation.now.astimezone(ZoneInfo(budget.time_zone)).date()
-    spent = next((one.spent for one in situation.observed.budgets if one.day == today), Decimal(0))
     if spent + Decimal(budget.usd_per_run) <= Decimal(budget.usd_per_day):
         return None
     return Finding(

@@ -57,9 +57,18 @@ def test_it_goes_when_the_limit_is_raised_or_taken_away(world: World) -> None:
     assert told(world) is None
 
 
-def test_nothing_is_written_while_only_the_sum_changes(world: World) -> None:
-    spent(world, d10="1")
-    assert told(world)
+def test_the_status_says_what_the_day_has_spent_to_the_micro_dollar(world: World) -> None:
+    def usage() -> object:
+        world.reconcile()
+        return world.observed.raw["status"].get("usage")
+
+    spent(world, d9="7", d10="0.1234567")
+    assert usage() == {"todayUsd": "0.123457"}
+    spent(world, d10="0.12345674")
     world.reconcile()
-    spent(world, d10="1.05")
-    assert world.reconcile().status is None
+    spent(world, d10="0.12345673")
+    assert world.reconcile().status is None, "less than that is no news"
+    spent(world)
+    assert usage() == {"todayUsd": "0"}
+    world.edit(budget={"usdPerRun": "0.1"})
+    assert usage() is None
