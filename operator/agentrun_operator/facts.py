@@ -5,6 +5,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
+from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
@@ -68,6 +70,14 @@ class SchemaFact:
     problem: StoreProblem | None = None
     has_schedules: bool = False
     """There are schedules in it, which its scheduler fires."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetFact:
+    """What a day has spent, in USD."""
+
+    day: date
+    spent: Decimal
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +158,8 @@ class Observed:
     """For how long this operator has seen pods missing with these troubles, or with none that says why."""
     migrated_seconds: float = 0.0
     """For how long this operator has known that the finished migration Jobs are finished. What it knows of the schema may be older."""
+    budgets: tuple[BudgetFact, ...] = ()
+    """The days around now."""
     queue: QueueFact | None = None
     """None: not asked yet."""
     scaling: ScalingFact | None = None

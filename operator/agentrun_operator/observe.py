@@ -10,7 +10,7 @@ from agentrun.domain.errors import ManifestError
 from agentrun.manifests import AgentRun
 from agentrun_operator.cache import ObjectCache, uid_of
 from agentrun_operator.digests import digest
-from agentrun_operator.facts import Object, Observed, QueueFact, ScalingFact, SchemaFact, SecretPresence, SecretState
+from agentrun_operator.facts import BudgetFact, Object, Observed, QueueFact, ScalingFact, SchemaFact, SecretPresence, SecretState
 from agentrun_operator.foreign_names import ForeignNames
 from agentrun_operator.jobs import is_complete
 from agentrun_operator.kube import Kube
@@ -29,6 +29,8 @@ class Probes(Protocol):
     async def schema(self, key: Key, url: str) -> SchemaFact | None: ...
 
     async def queue(self, key: Key, url: str) -> QueueFact | None: ...
+
+    def budgets(self, url: str) -> tuple[BudgetFact, ...]: ...
 
     def invalidate(self, url: str) -> None: ...
 
@@ -77,6 +79,8 @@ class Observer:
             return None  # the news that it is gone or was replaced is on its way
         secrets = await self._secrets(situation)
         schema, queue = await self._stores(key, manifest, secrets, seen.ours, now)
+        refs = manifest.spec.store_secrets()
+        database = secrets[(refs.database.name, refs.database.key)]
         found, troubled = await self._troubles(key, seen.ours, now)
         return Observed(
             key,
@@ -92,6 +96,7 @@ class Observer:
             troubles=found,
             troubled_seconds=troubled,
             migrated_seconds=self._migrated_seconds(key, now),
+            budgets=self._probes.budgets(database.value) if database.present else (),
             queue=queue,
             scaling=self._scaling(key),
         )

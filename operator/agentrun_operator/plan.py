@@ -12,7 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from agentrun_operator import availability, checks, schema_checks, suspension
+from agentrun_operator import availability, checks, schema_checks, spending, suspension
 from agentrun_operator.checks import Finding, first
 from agentrun_operator.conditions import Condition, Status
 from agentrun_operator.facts import Object, Observed
@@ -243,6 +243,9 @@ def _add_passing(situation: Situation, findings: dict[ConditionType, Finding], c
     suspended = suspension.suspended(situation, changing=changing)
     if suspended is not None:
         findings[ConditionType.SUSPENDED] = suspended
+    exhausted = spending.exhausted(situation)
+    if exhausted is not None:
+        findings[ConditionType.BUDGET_EXHAUSTED] = exhausted
 
 
 _STALLABLE = (

@@ -24,6 +24,8 @@ class ConditionType(StrEnum):
     """Only while True: nothing goes on until somebody changes something."""
     SUSPENDED = "Suspended"
     """Only while True: the gateway takes no messages, as spec.suspend says."""
+    BUDGET_EXHAUSTED = "BudgetExhausted"
+    """Only while True: the gateway refuses messages, since the day has spent what it may."""
 
 
 ALWAYS_PRESENT = (
@@ -70,6 +72,8 @@ class Reason(StrEnum):
     """Neither spec.image nor an image of the operator."""
     OPERATOR_ERROR = "OperatorError"
     """The operator has a bug that shows with this AgentRun."""
+    # BudgetExhausted.
+    DAY_SPENT = "DaySpent"
     # Accepted of a CronTask.
     AGENT_RUN_MISSING = "AgentRunMissing"
     SCHEDULE_INVALID = "ScheduleInvalid"

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrun.bus.keys import GROUP, Keys
+from agentrun.costs.amounts import usd
+from agentrun_operator import spending
 from agentrun_operator.availability import count, wanted
 from agentrun_operator.conditions import Condition, merge
 from agentrun_operator.reasons import ALWAYS_PRESENT, ConditionType
@@ -27,6 +29,7 @@ def status_of(situation: Situation, conditions: Sequence[Condition]) -> Json:
         ("workers", _workers(situation)),
         ("queue", _queue(situation)),
         ("schema", _schema(situation)),
+        ("usage", _usage(situation)),
     ):
         if numbers:
             status[member] = numbers
@@ -42,7 +45,7 @@ def differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
         bool(gone)
         or any(theirs.get(kind) != condition for kind, condition in mine.items())
         or any(_unlike(old.get(member), value) for member, value in new.items() if member != "conditions")
-        or any(member in old and member not in new for member in ("gateway", "workers", "queue", "schema"))
+        or any(member in old and member not in new for member in ("gateway", "workers", "queue", "schema", "usage"))
     )
 
 
@@ -92,6 +95,11 @@ def _schema(situation: Situation) -> Json:
     if fact is None:
         return {}
     return {"required": fact.required, **({"present": fact.present} if fact.problem is None else {})}
+
+
+def _usage(situation: Situation) -> Json:
+    today = spending.spent_today(situation)
+    return {} if today is None else {"todayUsd": usd(round(today, 6))}
 
 
 def _pods(deployment: Mapping[str, Any]) -> Json:

@@ -17,6 +17,7 @@ from agentrun.store import budgets, follow_ups, transitions
 from agentrun.store.budgets import Budget, Refused
 from agentrun.store.pool import Pool, create_pool
 from agentrun.store.transitions import Claim, Reason, Submission, Submitted, TakeOver
+from agentrun_operator.store_looks import ask_database
 
 
 @pytest.fixture
@@ -311,3 +312,32 @@ async def test_a_refused_run_is_found_by_nobody(pool: Pool) -> None:
     assert await pool.fetchval("SELECT count(*) FROM runs") == 0
     (plain,) = await follow_ups.submit(pool, [submission(client_key="k")], Policy.MERGE, None)
     assert isinstance(plain, Submitted) and not plain.replayed and plain.status is RunStatus.PENDING
+
+
+async def test_the_operator_sees_what_the_days_around_now_have_spent(pool: Pool, database_url: str) -> None:
+    (run,) = await admit(pool, budget("1", day="5"))
+    await claimed(pool, run)
+    await ends(pool, run, paid("0.5"))
+    await pool.execute("INSERT INTO budget_counters (scope, day, spent) SELECT 'agent', current_date - 9, 7")
+    fact, _ = await ask_database(database_url)
+    assert [(one.day, one.spent) for one in fact.budgets] == [(await today(pool), Decimal("0.5"))]
+
+
+async def test_a_gateway_of_schema_3_calls_what_it_knows_and_is_not_limited(pool: Pool) -> None:
+    """Its functions have thirteen and fourteen arguments, and answer the columns that it reads."""
+    (first,) = await admit(pool, budget("1", day="1"))
+    group = [submission(session="old")]
+    rows = await pool.fetch(
+        f"SELECT * FROM agentrun_1.submit_group({marks(13)})", *transitions.submission_columns(group), Policy.MERGE.value
+    )
+    assert list(rows[0].keys()) == ["run_id", "session_id", "status", "inserted", "reused", "is_head"] and rows[0]["inserted"]
+    more = submission("more", session="s0")
+    row = await pool.fetchrow(
+        f"SELECT * FROM agentrun_1.follow_up({marks(14)})", *transitions.submission_row(more), "Merge", 30.0
+    )
+    assert row is not None and row["superseded"] == first and "refused" not in dict(row)
+    assert await counted(pool) == (0, 0) and await wrong(pool) == [], "what it superseded gives its reserve back"
+
+
+def marks(count: int) -> str:
+    return ", ".join(f"${n + 1}" for n in range(count))

@@ -1,10 +1,13 @@
 """The ledger in Postgres: every call once, estimates replaced, lost attempts apart, prices that come later."""
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -221,3 +224,40 @@ async def test_a_refused_row_does_not_cost_the_others(pool: Pool) -> None:
         await transitions.flush(pool, [Flush(run, 1, 128, ledger=[replace(paid("1"), input_tokens=-1)])])
     await books(pool, run, paid("1"))
     assert (await ledger.of_run(pool, run)).calls == 1
+
+
+async def test_the_command_prices_by_the_manifests_prices_and_says_what_is_left(
+    pool: Pool, database_url: str, tmp_path: Path
+) -> None:
+    run = await running(pool)
+    row = replace(
+        ledger_row(cost=None), provider="openai", input_tokens=1_000_000, cached_tokens=0, output_tokens=0, reasoning_tokens=0
+    )
+    await books(pool, run, replace(row, model="own"), replace(row, call=1, model="unknown"), replace(row, call=2, model="own"))
+    await pool.execute("UPDATE ledger SET at = '2026-01-31T23:59:59.5Z' WHERE call = 2")
+    manifest = tmp_path / "agentrun.yaml"
+    manifest.write_text(
+        """{apiVersion: agentrun.dev/v1alpha1, kind: AgentRun, metadata: {name: a}, spec: {agent: {model: "demo:chat"},
+            prices: [{model: "openai:own", inputUsd: "0.5", outputUsd: "1"}]}}"""
+    )
+    environment = {**os.environ, "DATABASE_URL": database_url, "AGENTRUN_MANIFEST": str(manifest)}
+
+    async def command(*arguments: str) -> tuple[int | None, str]:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agentrun", "costs", "reprice", *arguments),
+            env=environment,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        out, _ = await process.communicate()
+        return process.returncode, out.decode()
+
+    assert await command("--from", "2026-01-01", "--to", "2026-01-30") == (0, "0 calls have a price now: 0 USD\n")
+    assert await command("--from", "2026-01-31", "--to", "2026-01-31") == (0, "1 calls have a price now: 0.5 USD\n")
+    for priced_now in ("1 calls have a price now: 0.5 USD", "0 calls have a price now: 0 USD"):
+        assert await command("--from", "2026-01-01") == (0, f"{priced_now}\nstill without a price: 1 calls of openai:unknown\n")
+    code, said = await command("--from", "2026-02-01", "--to", "2026-01-01")
+    assert code == 2 and "--to comes before --from" in said
+    code, said = await command("--from", "yesterday")
+    assert code == 2 and "is no day" in said
+    assert await wrong(pool) == []

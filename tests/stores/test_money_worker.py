@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from money import budget, counted, wrong
 from run_factory import submission
+from structlog.testing import capture_logs
 from worker_bench import LIMITS, Bench, bench, say, worker
 
 from agentrun.agents.base import Context, Result, Usage
@@ -146,6 +147,19 @@ async def test_co_06_a_call_without_a_price_is_marked_counted_and_stops_the_run_
     free = ("free", "", Decimal(0), "override/free")
     assert [tuple(row) for row in rows] == [("nobody-knows", "own", None, None), *([] if refuse else [free])]
     assert REGISTRY.get_sample_value("agentrun_unknown_prices_total") == before + 1
+
+
+async def test_co_02_parts_above_their_whole_are_paid_as_they_are_with_a_warning(stores: Bench) -> None:
+    async def agent(context: Context) -> Result:
+        await context.book(Usage("m", input_tokens=MILLION, cached_tokens=MILLION, cache_write_tokens=MILLION))
+        return Result("ok")
+
+    with capture_logs() as logs:
+        async with worker(agent, stores, limits=limited("5")):
+            (run,) = await stores.submit("x")
+            await stores.ended(run)
+    assert (await ledger.of_run(stores.pool, run)).cost_usd == Decimal("0.5"), "nothing plain, nothing negative"
+    assert [one["log_level"] for one in logs if "contradict" in one["event"]] == ["warning"]
 
 
 @pytest.mark.parametrize("odd", [None, -1, float("nan"), float("inf"), 10**30, "7", []])

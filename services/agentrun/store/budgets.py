@@ -68,6 +68,16 @@ async def counters(conn: Executor, day: date) -> list[Counter]:
     return [Counter(*row) for row in rows]
 
 
+async def spent_lately(conn: Executor) -> dict[date, Decimal]:
+    """What the days around now have spent, in any time zone. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(
+            "SELECT day, spent FROM budget_counters WHERE scope = $1 AND day BETWEEN current_date - 1 AND current_date + 1 ORDER BY day",
+            AGENT,
+        )
+    return {row[0]: row[1] for row in rows}
+
+
 async def purses(conn: Executor, run_ids: Sequence[UUID]) -> dict[UUID, Purse]:
     """What these runs may spend and have spent. Raises StoreUnavailable."""
     with unavailable():

@@ -105,6 +105,7 @@ BEGIN
         WHERE a.run_id = s.run_id AND a.epoch = s.epoch;
     END IF;
 
+    IF NOT EXISTS (SELECT 1 FROM runs r WHERE r.id = ANY (p_run || p_ended) AND r.reserved_usd IS NOT NULL) THEN RETURN; END IF;
     WITH spent AS (
         SELECT id, sum(cost) AS cost FROM unnest(p_run, p_cost) AS n (id, cost) GROUP BY 1
     ), touched AS (
