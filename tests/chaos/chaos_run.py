@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 from chaos_clients import Clients
@@ -173,8 +173,8 @@ def _bites(system: ChaosSystem, history: History) -> Counter[str]:
 def shown_failure(outcome: Outcome, folder: Path) -> str:
     """What somebody needs who looks into a failure: the rows of the runs that the findings name, and where everything else is."""
     tables = outcome.history.tables
-    told = vars(tables) | {"seen": asdict(outcome.history.seen)}
-    (folder / "history.json").write_text(json.dumps(told, default=str, indent=1))
+    told = vars(tables) | {"seen": outcome.history.seen}
+    (folder / "history.json").write_text(json.dumps(told, default=lambda it: vars(it) if is_dataclass(it) else str(it), indent=1))
     lines = [f"seed {outcome.plan.seed}; plan, logs and history in {folder}"]
     for run_id in sorted(outcome.verdict.runs())[:5]:
         lines.append(f"--- run {run_id}")

@@ -143,6 +143,7 @@ def test_each_harm_is_found(promise: str, harm: Callable[[History], Any]) -> Non
 def test_a_failure_shows_seed_rows_and_where_the_rest_is(tmp_path: Path) -> None:
     history = good()
     history.tables.ledger[0]["output_tokens"] = 2
+    history.seen.counts["503"] += 1
     outcome = Outcome(plan(7, 20), history, judge(history), Counter(), 1.0, 1.0, 1.0)
     shown = shown_failure(outcome, tmp_path)
     assert "seed 7" in shown and str(tmp_path) in shown
