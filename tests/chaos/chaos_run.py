@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 from chaos_clients import Clients
@@ -26,6 +26,7 @@ from chaos_system import MAX_LOST_ATTEMPTS, ChaosSystem, chaos_system, within
 QUIET_SECONDS = 180.0
 """After the last fault everything must be done within this time."""
 
+SHORT, LONG = 200, 2000
 ALWAYS = (
     "attempts lost",
     "attempts handed back",
@@ -41,7 +42,7 @@ ALWAYS = (
     "streams taken up",
     "replies lost",
 )
-"""What bites in any run, however short: its schedule has the faults for it."""
+"""What bites in any run of SHORT messages or more: its schedule has the faults for it. From LONG on everything does."""
 
 
 @dataclass
@@ -56,9 +57,10 @@ class Outcome:
     fault_seconds: float
     quiet_seconds: float
 
-    def toothless(self, *, long: bool) -> list[str]:
-        """Faults that should have been felt and were not."""
-        wanted = [*self.bites, *Fault] if long else ALWAYS
+    def toothless(self) -> list[str]:
+        """Faults that should have been felt and were not: of a long run all, of one too short to have each fault none."""
+        runs = len(self.plan.submissions)
+        wanted = [*self.bites, *Fault] if runs >= LONG else ALWAYS if runs >= SHORT else ()
         return [bite for bite in wanted if self.bites[bite] <= 0]
 
     def __str__(self) -> str:
@@ -173,8 +175,8 @@ def _bites(system: ChaosSystem, history: History) -> Counter[str]:
 def shown_failure(outcome: Outcome, folder: Path) -> str:
     """What somebody needs who looks into a failure: the rows of the runs that the findings name, and where everything else is."""
     tables = outcome.history.tables
-    told = vars(tables) | {"seen": asdict(outcome.history.seen)}
-    (folder / "history.json").write_text(json.dumps(told, default=str, indent=1))
+    told = vars(tables) | {"seen": outcome.history.seen}
+    (folder / "history.json").write_text(json.dumps(told, default=lambda it: vars(it) if is_dataclass(it) else str(it), indent=1))
     lines = [f"seed {outcome.plan.seed}; plan, logs and history in {folder}"]
     for run_id in sorted(outcome.verdict.runs())[:5]:
         lines.append(f"--- run {run_id}")
@@ -198,7 +200,7 @@ def main() -> int:
     print(f"seed {given.seed}, {given.runs} messages, {folder}", flush=True)
     outcome = asyncio.run(chaos(given.seed, given.runs, folder))
     print(outcome)
-    toothless = outcome.toothless(long=given.runs >= 2000)
+    toothless = outcome.toothless()
     if outcome.verdict.good and not toothless:
         shutil.rmtree(folder, ignore_errors=True)
         return 0

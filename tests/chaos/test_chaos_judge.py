@@ -149,6 +149,7 @@ def test_each_harm_is_found(promise: str, harm: Callable[[History], Any]) -> Non
 def test_a_failure_shows_seed_rows_and_where_the_rest_is(tmp_path: Path) -> None:
     history = good()
     history.tables.ledger[0]["output_tokens"] = 2
+    history.seen.counts["503"] += 1
     outcome = Outcome(plan(7, 20), history, judge(history), Counter(), 1.0, 1.0, 1.0)
     shown = shown_failure(outcome, tmp_path)
     assert "seed 7" in shown and str(tmp_path) in shown
@@ -158,7 +159,8 @@ def test_a_failure_shows_seed_rows_and_where_the_rest_is(tmp_path: Path) -> None
 
 
 def test_a_fault_that_was_not_felt_is_named() -> None:
-    outcome = Outcome(plan(7, 20), good(), judge(good()), Counter({"attempts lost": 1, "runs swept": 0}), 1.0, 1.0, 1.0)
-    assert "attempts lost" not in outcome.toothless(long=True)
-    assert {"runs swept", "kill worker"} <= set(outcome.toothless(long=True))
-    assert "runs swept" in outcome.toothless(long=False) and "kill worker" not in outcome.toothless(long=False)
+    bites = Counter({"attempts lost": 1, "runs swept": 0})
+    short, usual, long = (Outcome(plan(7, runs), good(), judge(good()), bites, 1.0, 1.0, 1.0) for runs in (20, 200, 2000))
+    assert short.toothless() == []
+    assert "runs swept" in usual.toothless() and not {"attempts lost", "kill worker"} & set(usual.toothless())
+    assert {"runs swept", "kill worker"} <= set(long.toothless()) and "attempts lost" not in long.toothless()
