@@ -56,6 +56,7 @@ class Tables:
     ledger: list[Row]
     effects: list[Row]
     dead_letters: list[Row]
+    counters: list[Row]
 
 
 _QUERIES = {
@@ -69,6 +70,7 @@ _QUERIES = {
     "FROM ledger ORDER BY run_id, epoch, call",
     "effects": "SELECT run_id::text, name, key, state FROM effects",
     "dead_letters": "SELECT run_id::text, reason FROM dead_letters",
+    "counters": "SELECT scope, sum(reserved) AS reserved, sum(spent) AS spent FROM budget_counters GROUP BY scope ORDER BY scope",
 }
 
 

@@ -66,6 +66,7 @@ class _Judge:
             "an answer is whole, and each piece of it is there once": self._answers(),
             "every message has one fate, in order": self._fates(),
             "the ledger is what the provider counted": self._money(),
+            "the budgets are what the ledger says": self._budgets(),
             "an effect happens once": self._effects(),
             "no client gets an answer that it cannot deal with": iter(history.seen.wrong),
             "nothing is left in Redis": iter([f"{history.left} entries"] if history.left else []),
@@ -204,6 +205,17 @@ class _Judge:
             counts["booked as the provider counted"] += len(booked[attempt])
             counts["booked as cut, with an estimate"] += rows[attempt] - len(booked[attempt])
             counts["died with their worker before it could book"] += max(missing, 0)
+
+    def _budgets(self) -> Iterator[str]:
+        """All runs have ended: nothing is set aside any more."""
+        paid = sum(row["cost_usd"] or 0 for row in self._history.tables.ledger)
+        scopes = {row["scope"]: row for row in self._history.tables.counters}
+        users = [row["spent"] for scope, row in scopes.items() if scope.startswith("user:")]
+        if "agent" not in scopes or scopes["agent"]["spent"] != paid or sum(users) != paid:
+            yield f"the ledger says {paid}, the counters {scopes}"
+        for scope, row in scopes.items():
+            if row["reserved"] != 0:
+                yield f"{scope} has {row['reserved']} set aside for runs that have ended"
 
     def _effects(self) -> Iterator[str]:
         states = {row["key"]: row["state"] for row in self._history.tables.effects}

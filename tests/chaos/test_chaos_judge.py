@@ -73,6 +73,7 @@ def good() -> History:
         ledger=[{**ledger, "reasoning_tokens": 0, "cost_usd": Decimal("0.1"), "unmeasured": False}],
         effects=[{"run_id": SECOND, "name": "charge", "key": "m1", "state": "done"}],
         dead_letters=[],
+        counters=[{"scope": scope, "reserved": 0, "spent": Decimal("0.1")} for scope in ("agent", "user:ann")],
     )
     calls = [ModelCall(SECOND, 1, True, (8, 4, 1, 0), "ab"), ModelCall(SECOND, 2, True, (8, 4, 1, 0), "ab")]
     return History(seen, tables, calls, {"m1": 1}, frozenset({"worker-0"}))
@@ -91,6 +92,7 @@ ENDS, NUMBERS, READERS = (
     "what a reader saw is the log",
 )
 ANSWERS, FATES = "an answer is whole, and each piece of it is there once", "every message has one fate, in order"
+BUDGETS = "the budgets are what the ledger says"
 MONEY, EFFECTS, REDIS = "the ledger is what the provider counted", "an effect happens once", "nothing is left in Redis"
 
 HARM: list[tuple[str, str, Callable[[History], Any]]] = [
@@ -124,6 +126,10 @@ HARM: list[tuple[str, str, Callable[[History], Any]]] = [
     ("not booked though it lived", MONEY, lambda h: setattr(h, "killed", frozenset())),
     ("two calls lost with one worker", MONEY, lambda h: h.calls.append(h.calls[0])),
     ("without a price", MONEY, lambda h: h.tables.ledger[0].update(cost_usd=None)),
+    ("spent and not counted", BUDGETS, lambda h: h.tables.counters[0].update(spent=0)),
+    ("counted for nobody", BUDGETS, lambda h: h.tables.counters.pop(1)),
+    ("counted and not spent", BUDGETS, lambda h: h.tables.counters[1].update(spent=2)),
+    ("set aside for ever", BUDGETS, lambda h: h.tables.counters[1].update(reserved=1)),
     ("an effect twice", EFFECTS, lambda h: setattr(h, "acted", {"m1": 2})),
     ("an effect that never happened", EFFECTS, lambda h: setattr(h, "acted", {})),
     ("an effect without a record", EFFECTS, lambda h: h.tables.effects.clear()),
