@@ -73,7 +73,7 @@ def good() -> History:
         ledger=[{**ledger, "reasoning_tokens": 0, "cost_usd": Decimal("0.1"), "unmeasured": False}],
         effects=[{"run_id": SECOND, "name": "charge", "key": "m1", "state": "done"}],
         dead_letters=[],
-        counters=[{"scope": scope, "reserved": 0, "spent": 1} for scope in ("agent", "user:ann")],
+        counters=[{"scope": scope, "reserved": 0, "spent": Decimal("0.1")} for scope in ("agent", "user:ann")],
     )
     calls = [ModelCall(SECOND, 1, True, (8, 4, 1, 0), "ab"), ModelCall(SECOND, 2, True, (8, 4, 1, 0), "ab")]
     return History(seen, tables, calls, {"m1": 1}, frozenset({"worker-0"}))
