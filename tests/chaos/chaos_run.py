@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -198,6 +199,7 @@ def main() -> int:
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix=f"agentrun-chaos-{given.seed}-", dir="/tmp"))
     print(f"seed {given.seed}, {given.runs} messages, {folder}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all processes are ended
     outcome = asyncio.run(chaos(given.seed, given.runs, folder))
     print(outcome)
     toothless = outcome.toothless()
