@@ -81,6 +81,17 @@ class BudgetFact:
 
 
 @dataclass(frozen=True, slots=True)
+class SpendingFact:
+    """What the days around now have spent, and models of which calls of the last day have no price."""
+
+    days: tuple[BudgetFact, ...] = ()
+    unpriced: tuple[str, ...] = ()
+
+
+NOTHING_SPENT = SpendingFact()
+
+
+@dataclass(frozen=True, slots=True)
 class QueueFact:
     """The AgentRun's Redis, None as problem: it can be used."""
 
@@ -158,8 +169,7 @@ class Observed:
     """For how long this operator has seen pods missing with these troubles, or with none that says why."""
     migrated_seconds: float = 0.0
     """For how long this operator has known that the finished migration Jobs are finished. What it knows of the schema may be older."""
-    budgets: tuple[BudgetFact, ...] = ()
-    """The days around now."""
+    spending: SpendingFact = NOTHING_SPENT
     queue: QueueFact | None = None
     """None: not asked yet."""
     scaling: ScalingFact | None = None

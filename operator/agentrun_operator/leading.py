@@ -11,7 +11,7 @@ from agentrun.maintenance.supervise import Supervisor
 from agentrun_operator.apply import tell
 from agentrun_operator.cache import ObjectCache
 from agentrun_operator.crontasks import CronTasks
-from agentrun_operator.facts import BudgetFact, Observed, QueueFact, SchemaFact
+from agentrun_operator.facts import NOTHING_SPENT, Observed, QueueFact, SchemaFact, SpendingFact
 from agentrun_operator.following import followed
 from agentrun_operator.kube import Kube
 from agentrun_operator.observe import Observer
@@ -149,9 +149,9 @@ class _Facts:
     async def queue(self, key: Key, url: str) -> QueueFact | None:
         return await self._probes.queue(key, url)
 
-    def budgets(self, url: str) -> tuple[BudgetFact, ...]:
+    def spending(self, url: str) -> SpendingFact:
         found = self._probes.known_database(url)
-        return found.budgets if found is not None else ()
+        return found.spending if found is not None else NOTHING_SPENT
 
     def invalidate(self, url: str) -> None:
         self._probes.invalidate_database(url)

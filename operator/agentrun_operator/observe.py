@@ -10,7 +10,17 @@ from agentrun.domain.errors import ManifestError
 from agentrun.manifests import AgentRun
 from agentrun_operator.cache import ObjectCache, uid_of
 from agentrun_operator.digests import digest
-from agentrun_operator.facts import BudgetFact, Object, Observed, QueueFact, ScalingFact, SchemaFact, SecretPresence, SecretState
+from agentrun_operator.facts import (
+    NOTHING_SPENT,
+    Object,
+    Observed,
+    QueueFact,
+    ScalingFact,
+    SchemaFact,
+    SecretPresence,
+    SecretState,
+    SpendingFact,
+)
 from agentrun_operator.foreign_names import ForeignNames
 from agentrun_operator.jobs import is_complete
 from agentrun_operator.kube import Kube
@@ -30,7 +40,7 @@ class Probes(Protocol):
 
     async def queue(self, key: Key, url: str) -> QueueFact | None: ...
 
-    def budgets(self, url: str) -> tuple[BudgetFact, ...]: ...
+    def spending(self, url: str) -> SpendingFact: ...
 
     def invalidate(self, url: str) -> None: ...
 
@@ -96,7 +106,7 @@ class Observer:
             troubles=found,
             troubled_seconds=troubled,
             migrated_seconds=self._migrated_seconds(key, now),
-            budgets=self._probes.budgets(database.value) if database.present else (),
+            spending=self._probes.spending(database.value) if database.present else NOTHING_SPENT,
             queue=queue,
             scaling=self._scaling(key),
         )

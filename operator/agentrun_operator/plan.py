@@ -246,6 +246,9 @@ def _add_passing(situation: Situation, findings: dict[ConditionType, Finding], c
     exhausted = spending.exhausted(situation)
     if exhausted is not None:
         findings[ConditionType.BUDGET_EXHAUSTED] = exhausted
+    unpriced = spending.unpriced(situation)
+    if unpriced is not None:
+        findings[ConditionType.CALLS_UNPRICED] = unpriced
 
 
 _STALLABLE = (

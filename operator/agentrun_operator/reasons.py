@@ -26,6 +26,8 @@ class ConditionType(StrEnum):
     """Only while True: the gateway takes no messages, as spec.suspend says."""
     BUDGET_EXHAUSTED = "BudgetExhausted"
     """Only while True: the gateway refuses messages, since the day has spent what it may."""
+    CALLS_UNPRICED = "CallsUnpriced"
+    """Only while True: calls of the last day have no price."""
 
 
 ALWAYS_PRESENT = (
@@ -74,6 +76,8 @@ class Reason(StrEnum):
     """The operator has a bug that shows with this AgentRun."""
     # BudgetExhausted.
     DAY_SPENT = "DaySpent"
+    # CallsUnpriced.
+    PRICE_UNKNOWN = "PriceUnknown"
     # Accepted of a CronTask.
     AGENT_RUN_MISSING = "AgentRunMissing"
     SCHEDULE_INVALID = "ScheduleInvalid"

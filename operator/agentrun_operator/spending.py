@@ -1,4 +1,4 @@
-"""Whether the day's budget is spent: then the gateway refuses messages until midnight. Pure."""
+"""Whether the day's budget is spent: then the gateway refuses messages until midnight. Whether calls have no price. Pure."""
 
 from decimal import Decimal
 from zoneinfo import ZoneInfo
@@ -17,7 +17,7 @@ def spent_today(situation: Situation) -> Decimal | None:
     if budget.usd_per_day is None and budget.usd_per_user_day is None:
         return None
     today = situation.now.astimezone(ZoneInfo(budget.time_zone)).date()
-    return next((one.spent for one in situation.observed.budgets if one.day == today), Decimal(0))
+    return next((one.spent for one in situation.observed.spending.days if one.day == today), Decimal(0))
 
 
 def exhausted(situation: Situation) -> Finding | None:
@@ -35,4 +35,17 @@ def exhausted(situation: Situation) -> Finding | None:
         Reason.DAY_SPENT,
         "what the day has spent leaves no room for one more run: messages get 429 budget_exhausted until midnight; raise "
         "spec.budget.usdPerDay, or wait",
+    )
+
+
+def unpriced(situation: Situation) -> Finding | None:
+    """The condition, while there were such calls in the last day."""
+    models = situation.observed.spending.unpriced
+    if not models:
+        return None
+    return Finding(
+        Status.TRUE,
+        Reason.PRICE_UNKNOWN,
+        f"calls of {', '.join(models)} have no price, so what they cost is unknown and no limit of a day sees it; add spec.prices, and run "
+        "`agentrun costs reprice`",
     )

@@ -7,9 +7,9 @@ import asyncpg
 from agentrun.bus import connection
 from agentrun.bus.connection import LoginRefused, MayEvict, TooOld
 from agentrun.domain.errors import BusMisconfigured, BusUnavailable, ConfigurationError, StoreUnavailable
-from agentrun.store import budgets, cron_tasks, dead_letters, migrations
+from agentrun.store import budgets, cron_tasks, dead_letters, ledger, migrations
 from agentrun.store.pool import Executor, connect, unavailable
-from agentrun_operator.facts import BudgetFact, QueueFact, SchemaFact, StoreProblem
+from agentrun_operator.facts import NOTHING_SPENT, BudgetFact, QueueFact, SchemaFact, SpendingFact, StoreProblem
 from agentrun_operator.hanging_up import close
 
 ANSWER_SECONDS = 5.0
@@ -17,14 +17,12 @@ ANSWER_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class DatabaseFact:
-    """The schema, how many dead letters nobody has redriven and how many schedules there are; None where there is no table for them. What
-    the days around now have spent.
-    """
+    """The schema, how many dead letters nobody has redriven and how many schedules there are; None where there is no table for them."""
 
     schema: SchemaFact
     dead_lettered: int | None = None
     schedules: int | None = None
-    budgets: tuple[BudgetFact, ...] = ()
+    spending: SpendingFact = NOTHING_SPENT
 
 
 DATABASE_UNREACHABLE = DatabaseFact(SchemaFact(migrations.LATEST, problem=StoreProblem.UNREACHABLE))
@@ -50,7 +48,7 @@ async def ask_database(url: str) -> tuple[DatabaseFact, bool]:
             return _problem(StoreProblem.OTHER_APPLICATION), False
         dead_lettered = await dead_letters.count_open(conn) if state.present else None
         schedules = await cron_tasks.count_live(conn) if state.present else None
-        spent = await budgets.spent_lately(conn) if state.present else {}
+        spending = await _spending(conn, state.present)
     except StoreUnavailable:
         return DATABASE_UNREACHABLE, False
     except asyncpg.PostgresError:
@@ -58,8 +56,14 @@ async def ask_database(url: str) -> tuple[DatabaseFact, bool]:
     finally:
         await close(conn)
     schema = SchemaFact(state.required, state.present, state.oldest_accepted, state.owner, has_schedules=bool(schedules))
-    known = tuple(BudgetFact(day, usd) for day, usd in spent.items())
-    return DatabaseFact(schema, dead_lettered, schedules, known), state.present >= state.required and state.owner is not None
+    return DatabaseFact(schema, dead_lettered, schedules, spending), state.present >= state.required and state.owner is not None
+
+
+async def _spending(conn: Executor, schema: int) -> SpendingFact:
+    if not schema:
+        return NOTHING_SPENT
+    days = tuple(BudgetFact(day, usd) for day, usd in (await budgets.spent_lately(conn)).items())
+    return SpendingFact(days, await ledger.unpriced_models(conn) if schema >= ledger.UNPRICED_SINCE else ())
 
 
 async def _has_tables(conn: Executor) -> bool:

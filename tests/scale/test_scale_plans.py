@@ -133,6 +133,7 @@ READS: dict[str, tuple[Query, set[str]]] = {
     "messages.outline": (lambda c: messages.outline(c, rid(TOLD)), {"messages_pkey"}),
     "messages.spoken": (lambda c: messages.spoken(c, rid(TOLD), Fold(8, None, frozenset())), {"messages_pkey"}),
     "ledger.of_run": (lambda c: ledger.of_run(c, rid(DONE)), {"ledger_pkey"}),
+    "ledger.unpriced_models": (ledger.unpriced_models, {"ledger_unpriced"}),
     "sessions.named": (
         lambda c: sessions.named(c, agent=AGENT, user_id="user-1", external_id="session-1"),
         {"sessions_agent_user_id_external_id_key"},

@@ -155,8 +155,10 @@ async def test_co_06_a_price_that_is_added_later_prices_what_had_none_and_nothin
         "own": [Rates(Decimal(1), Decimal(1)), Rates(Decimal(2), Decimal(2), since=today - timedelta(days=30))],
         "test:model": [Rates(Decimal(100), Decimal(100))],
     }
+    assert await ledger.unpriced_models(pool) == ("own", "unknown"), "of the last day"
     assert await priced(pool, {}, batch=2) == (0, 0, {"openai:own": 3, "openai:unknown": 1})
     assert await priced(pool, prices, batch=2) == (2, 3, {"openai:own": 1, "openai:unknown": 1})
+    assert await ledger.unpriced_models(pool) == ("unknown",)
     assert await priced(pool, prices, batch=1) == (0, 0, {"openai:own": 1, "openai:unknown": 1}), "nothing twice"
     costs = {row["call"]: row["cost_usd"] for row in await pool.fetch("SELECT call, cost_usd FROM ledger")}
     assert costs == {0: 2, 1: 1, 2: None, 3: None, 4: Decimal("0.5")}, (

@@ -8,7 +8,7 @@ from kube_client import Document, Kube, agent_run, play_kubelet
 
 from agentrun_operator import kube as operator_kube
 from agentrun_operator.cache import ObjectCache
-from agentrun_operator.facts import BudgetFact, QueueFact, ScalingFact, SchemaFact
+from agentrun_operator.facts import QueueFact, ScalingFact, SchemaFact, SpendingFact
 from agentrun_operator.observe import Observer
 from agentrun_operator.reconcile import ReconcileAgentRun
 from agentrun_operator.resources import AGENTRUNS, CHILDREN, Key
@@ -26,7 +26,7 @@ class Stores:
         self.queue_fact: QueueFact | None = QueueFact()
         self.urls: set[str] = set()
         self.reserved = True
-        self.spent: tuple[BudgetFact, ...] = ()
+        self.spending_fact = SpendingFact()
 
     def has(self, present: int, *, required: int = 2, oldest_accepted: int = 1) -> None:
         self.fact = SchemaFact(required=required, present=present, oldest_accepted=oldest_accepted)
@@ -41,8 +41,8 @@ class Stores:
         self.urls.add(url)
         return self.queue_fact
 
-    def budgets(self, url: str) -> tuple[BudgetFact, ...]:
-        return self.spent
+    def spending(self, url: str) -> SpendingFact:
+        return self.spending_fact
 
     def invalidate(self, url: str) -> None:
         pass

@@ -7,7 +7,7 @@ import pytest
 from operator_world import World
 
 from agentrun_operator.conditions import find
-from agentrun_operator.facts import BudgetFact
+from agentrun_operator.facts import BudgetFact, SpendingFact
 
 BUDGET = {"usdPerDay": "1", "usdPerRun": "0.1", "timeZone": "Pacific/Auckland"}
 
@@ -32,7 +32,8 @@ def told(world: World) -> str | None:
 
 
 def spent(world: World, **days: str) -> None:
-    world.change(budgets=tuple(BudgetFact(date(2026, 3, int(day[1:])), Decimal(usd)) for day, usd in days.items()))
+    known = tuple(BudgetFact(date(2026, 3, int(day[1:])), Decimal(usd)) for day, usd in days.items())
+    world.change(spending=SpendingFact(known))
 
 
 def test_it_comes_when_one_more_run_does_not_fit_and_goes_at_midnight_of_the_zone(world: World) -> None:
@@ -72,3 +73,17 @@ def test_the_status_says_what_the_day_has_spent_to_the_micro_dollar(world: World
     assert usage() == {"todayUsd": "0"}
     world.edit(budget={"usdPerRun": "0.1"})
     assert usage() is None
+
+
+def test_co_06_calls_without_a_price_are_a_condition_that_names_their_models_and_goes(world: World) -> None:
+    def condition() -> dict[str, object] | None:
+        world.reconcile()
+        return find(world.observed.raw["status"]["conditions"], "CallsUnpriced")
+
+    assert condition() is None
+    world.change(spending=SpendingFact(unpriced=("ours", "theirs")))
+    found = condition()
+    assert found is not None and (found["status"], found["reason"]) == ("True", "PriceUnknown")
+    assert "calls of ours, theirs have no price" in str(found["message"])
+    world.change(spending=SpendingFact())
+    assert condition() is None

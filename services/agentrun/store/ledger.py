@@ -73,6 +73,25 @@ async def of_run(conn: Executor, run_id: UUID) -> RunCost:
     return RunCost(row[0], int(row[1]), int(row[2]), row[3], row[4], row[5], tuple(row[6]), row[7], row[8])
 
 
+UNPRICED_SINCE = 4
+"""The schema version from which on there is an index for what has no price."""
+_LOOKED_AT, _NAMED = 1000, 5
+
+
+async def unpriced_models(conn: Executor) -> tuple[str, ...]:
+    """Models whose calls of the last 24 hours have tokens but no cost, at most five, by the newest thousand. Raises StoreUnavailable."""
+    with unavailable():
+        rows = await conn.fetch(
+            """SELECT DISTINCT model FROM (
+                   SELECT model FROM ledger WHERE cost_usd IS NULL AND NOT unmeasured AND at > now() - interval '24 hours'
+                   ORDER BY at DESC LIMIT $1) x
+               ORDER BY model LIMIT $2""",
+            _LOOKED_AT,
+            _NAMED,
+        )
+    return tuple(row[0] for row in rows)
+
+
 async def unpriced(conn: Executor, *, since: datetime, until: datetime, after: Unpriced | None, limit: int) -> list[Unpriced]:
     """Calls without a cost from `since` to before `until` that come after `after`, oldest first. Raises StoreUnavailable."""
     last = (after.at, after.run_id, after.epoch, after.call) if after is not None else (None,) * 4
