@@ -108,10 +108,11 @@ async def test_mg_02_a_migrator_process_killed_in_mid_step_leaves_no_lock_and_no
         await migrations.migrate(empty_database_url, say=lambda _: None)
     admin = await asyncpg.connect(empty_database_url)
     in_the_way = await asyncpg.connect(empty_database_url)
-    await in_the_way.execute("BEGIN; LOCK TABLE slots IN ACCESS EXCLUSIVE MODE")  # the second step gets as far as this table
+    await in_the_way.execute("BEGIN; LOCK TABLE schema_versions IN SHARE MODE")  # the second step gets as far as its record
 
     async def waits_in_mid_step() -> bool:
-        return bool(await admin.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'slots'::regclass"))
+        waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'schema_versions'::regclass"
+        return bool(await admin.fetchval(waits))
 
     killed = migrator(empty_database_url)
     await eventually(waits_in_mid_step, within=20, what="the migrator is in the middle of a step")
