@@ -157,7 +157,7 @@ def test_the_statements_of_all_migrations_are_told_apart() -> None:
         found = list(statements(text))
         assert found
         for statement in found:
-            assert statement.split()[0] in ("CREATE", "ALTER", "INSERT", "UPDATE", "DROP", "COMMENT", "DELETE"), statement
+            assert statement.split()[0] in ("CREATE", "ALTER", "INSERT", "UPDATE", "DROP", "COMMENT", "DELETE", "DO"), statement
 
 
 async def test_a_step_whose_record_is_locked_out_is_tried_again(empty_database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,3 +207,18 @@ async def test_a_statement_that_an_administrator_cancels_is_named_and_no_lost_co
         await migrating
     assert await admin.fetchval("SELECT count(*) FROM schema_versions") == 0
     await admin.close()
+
+
+async def test_functions_whose_answers_had_other_names_before_the_first_release_are_replaced(database_url: str) -> None:
+    conn = await asyncpg.connect(database_url)
+    for name in ("book_calls", "correct_calls"):
+        await conn.execute(f"DROP FUNCTION agentrun_1.{name}(jsonb)")
+        await conn.execute(
+            f"CREATE FUNCTION agentrun_1.{name}(p_ledger jsonb, OUT runs uuid[], OUT epochs integer[], OUT costs numeric[]) "
+            "LANGUAGE sql AS $$ SELECT NULL::uuid[], NULL::integer[], NULL::numeric[] $$"
+        )
+    await conn.execute("UPDATE schema_versions SET checksum = 'former' WHERE version = 0")
+    assert await migrate(database_url, say=quiet) == 0
+    answers = "SELECT proargnames[2:] FROM pg_proc WHERE proname IN ('book_calls', 'correct_calls')"
+    assert [row[0] for row in await conn.fetch(answers)] == [["b_run", "b_epoch", "b_cost"]] * 2
+    await conn.close()

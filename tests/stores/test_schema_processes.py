@@ -8,23 +8,29 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
+from uuid import UUID
 
 import asyncpg
 import pytest
 from processes import Product, ProductProcess, ProductProcesses, clean_environment
 from product_launch import FORKS
 from redis.asyncio import Redis
-from run_factory import submitted
+from run_factory import claimed, event, ledger_row, submission, submitted
 from store_servers import Databases
 from waiting import eventually, holds
 
 from agentrun.bus.connection import connect
 from agentrun.bus.keys import Keys
 from agentrun.bus.runs import WorkStream
+from agentrun.domain.errors import StoreUnavailable
+from agentrun.domain.events import Kind
 from agentrun.domain.keys import RANDOM_BYTES, generate, record_line
-from agentrun.store import migrations
+from agentrun.domain.states import RunStatus
+from agentrun.store import migrations, transitions
 from agentrun.store.migrations import LATEST, LOCK_KEY, LOCK_TIMEOUT_MS
-from agentrun.store.pool import create_pool
+from agentrun.store.pool import Pool, create_pool
+from agentrun.store.transitions import Finish, Flush, Reason, TakeOver
 
 KEYS = Keys("default", "agent")
 MANIFEST = """
@@ -38,6 +44,7 @@ spec:
   streaming: {flushEvents: 1}
 """
 Migrator = Callable[..., ProductProcess]
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -108,10 +115,11 @@ async def test_mg_02_a_migrator_process_killed_in_mid_step_leaves_no_lock_and_no
         await migrations.migrate(empty_database_url, say=lambda _: None)
     admin = await asyncpg.connect(empty_database_url)
     in_the_way = await asyncpg.connect(empty_database_url)
-    await in_the_way.execute("BEGIN; LOCK TABLE slots IN ACCESS EXCLUSIVE MODE")  # the second step gets as far as this table
+    await in_the_way.execute("BEGIN; LOCK TABLE schema_versions IN SHARE MODE")  # the second step gets as far as its record
 
     async def waits_in_mid_step() -> bool:
-        return bool(await admin.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'slots'::regclass"))
+        waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'schema_versions'::regclass"
+        return bool(await admin.fetchval(waits))
 
     killed = migrator(empty_database_url)
     await eventually(waits_in_mid_step, within=20, what="the migrator is in the middle of a step")
@@ -182,6 +190,82 @@ async def test_mg_02_a_migrator_process_killed_at_any_step_leaves_no_version_wit
             complete += code == 0
             assert code in (0, -9), killed.log_tail()
     assert 0 < complete < behind + 2, "some were killed, the last were not"
+
+
+class Writers:
+    """Traffic: runs are submitted, lost by a first attempt, tried again and finished, with a call booked by each of the two."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.finished: list[UUID] = []
+        self.refusals: list[str] = []
+        self.over = False
+        self._pool = pool
+
+    async def write(self, session: str) -> None:
+        while not self.over:
+            asked = submission(session=session)
+            run = (await self._surely(lambda asked=asked: transitions.submit(self._pool, [asked])))[0].run_id
+            first = await self._surely(lambda run=run: claimed(self._pool, run, lease=0.0))
+            flush = Flush(run, first.epoch, 9, events=[event(0)], ledger=[ledger_row()])
+            assert await self._surely(lambda flush=flush: transitions.flush(self._pool, [flush]))
+            lost = TakeOver(run, Reason.LOST, epoch=first.epoch)
+            assert (await self._surely(lambda lost=lost: transitions.take_over(self._pool, [lost])))[0].ok
+            second = await self._surely(lambda run=run: claimed(self._pool, run, owner="w-2/n"))
+            events = [event(second.top + 1, Kind.COMPLETED, epoch=second.epoch)]
+            finish = Finish(run, second.epoch, RunStatus.SUCCEEDED, result="{}", events=events, ledger=[ledger_row()])
+            assert (await self._surely(lambda finish=finish: transitions.finish(self._pool, [finish])))[0].ok
+            self.finished.append(run)
+
+    async def _surely(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Asks again as a worker does: each of these may be repeated."""
+        while True:
+            try:
+                return await call()
+            except StoreUnavailable as error:
+                self.refusals.append(str(error))
+                await asyncio.sleep(0.05)
+
+
+async def test_a_migration_beside_writers_ends_with_0_and_refuses_or_loses_nothing_of_theirs(
+    empty_database_url: str, migrator: Migrator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await one_behind(empty_database_url, monkeypatch)
+    pool = await create_pool(empty_database_url, 6)
+    writers = Writers(pool)
+    writing = asyncio.gather(*(writers.write(f"s{number}") for number in range(4)))
+    late = await asyncpg.connect(empty_database_url)
+    admin = await asyncpg.connect(empty_database_url)
+
+    async def wrote(more: int) -> None:
+        enough = len(writers.finished) + more
+        await eventually(lambda: writing.done() or len(writers.finished) >= enough, within=60, what="the writers write on")
+
+    async def migrator_waits() -> bool:
+        waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'runs'::regclass AND mode = 'ShareLock'"
+        return bool(await admin.fetchval(waits))
+
+    await wrote(10)
+    await late.execute("BEGIN; LOCK TABLE runs IN ROW EXCLUSIVE MODE")  # a long transaction, for which it has to give way
+    migration = migrator(empty_database_url)
+    await eventually(migrator_waits, within=30, what="the migrator waits for the long transaction")
+    await wrote(10)
+    assert LATEST not in await versions(empty_database_url)
+    await late.execute("COMMIT")
+    assert await migration.wait(within=90) == 0, migration.log_tail()
+    await wrote(10)
+    writers.over = True
+    await writing
+
+    assert writers.refusals == []
+    assert await versions(empty_database_url) == ALL
+    ids = writers.finished
+    assert await pool.fetchval("SELECT count(*) FROM runs WHERE id = ANY ($1) AND status = 'succeeded'", ids) == len(ids)
+    assert await pool.fetchval("SELECT count(*) FROM messages WHERE run_id = ANY ($1) AND kind = 'completed'", ids) == len(ids)
+    assert await pool.fetchval("SELECT count(*) FROM ledger WHERE run_id = ANY ($1)", ids) == 2 * len(ids)
+    assert await pool.fetchval("SELECT count(*) FROM ledger WHERE run_id = ANY ($1) AND lost", ids) == len(ids)
+    assert await pool.fetchval("SELECT count(*) FROM runs") == len(ids)
+    for conn in (late, admin, pool):
+        await conn.close()
 
 
 async def says(process: ProductProcess, words: str) -> bool:

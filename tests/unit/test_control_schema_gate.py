@@ -24,3 +24,9 @@ def test_the_gate(required: int, present: int, oldest_accepted: int, verdict: Ve
     assert decision.serves == (verdict is Verdict.SERVE)
     assert told in decision.message
     assert "\n" not in decision.message
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 10])
+def test_mg_05_not_how_far_ahead_a_schema_is_decides_but_the_oldest_code_that_it_accepts(ahead: int) -> None:
+    assert decide(required=3, present=3 + ahead, oldest_accepted=3).verdict is Verdict.SERVE
+    assert decide(required=3, present=3 + ahead, oldest_accepted=4).verdict is Verdict.REFUSE

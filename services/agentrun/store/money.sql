@@ -7,6 +7,15 @@
 -- A run keeps its day. booked_usd of its last attempt is what all its attempts have spent; whoever changes it, copies it or ends the run
 -- holds that attempt's row.
 
+-- Before the first release the answers of these two had other names, which CREATE OR REPLACE cannot change.
+DO $$ BEGIN
+    IF EXISTS (SELECT 1 FROM pg_proc WHERE pronamespace = 'agentrun_1'::regnamespace AND proname IN ('book_calls', 'correct_calls')
+               AND 'costs' = ANY (proargnames)) THEN
+        DROP FUNCTION IF EXISTS agentrun_1.book_calls(jsonb);
+        DROP FUNCTION IF EXISTS agentrun_1.correct_calls(jsonb);
+    END IF;
+END $$;
+
 -- book: new ledger rows. The same call reported again is one row; answers what was new, for settle. Comes first in a transaction, since
 -- two reports of one call wait for each other here.
 CREATE OR REPLACE FUNCTION agentrun_1.book_calls(p_ledger jsonb, OUT b_run uuid[], OUT b_epoch integer[], OUT b_cost numeric[])

@@ -24,7 +24,8 @@ from agentrun.store.statements import shown, statements
 LOCK_KEY = 0x6167_656E_7472_756E  # "agentrun"
 WAIT_SECONDS = 120.0
 LOCK_TIMEOUT_MS = 5_000
-LOCK_RETRIES = 12
+HOLD_SECONDS = 0.8  # below Postgres' deadlock_timeout (1 s): the migrator gives way before the traffic looks for deadlocks
+GIVE_WAY_SECONDS = 60.0
 DEATH_CHECK_MS = 1_000
 
 
@@ -61,6 +62,19 @@ def _load() -> list[Migration]:
 MIGRATIONS = _load()
 LATEST = MIGRATIONS[-1].version
 FUNCTIONS = ("transitions.sql", "submissions.sql", "effects.sql", "money.sql", "dead_letters.sql", "retention.sql")
+TABLES: dict[int, tuple[tuple[str, str], ...]] = {  # what a step locks of the tables that are there, and how strongly
+    2: (("cron_tasks", "ACCESS EXCLUSIVE"), ("slots", "ACCESS EXCLUSIVE"), ("runs", "SHARE")),
+    3: (("effects", "ACCESS EXCLUSIVE"),),
+    4: (("ledger", "ACCESS EXCLUSIVE"),),
+    5: (
+        ("ledger", "SHARE"),
+        ("sessions", "SHARE"),
+        ("runs", "SHARE"),
+        ("effects", "SHARE"),
+        ("messages", "SHARE UPDATE EXCLUSIVE"),
+        ("dead_letters", "ACCESS EXCLUSIVE"),
+    ),
+}
 TRANSITIONS = "\n".join(files("agentrun.store").joinpath(name).read_text() for name in FUNCTIONS)
 
 _VERSIONS = """
@@ -175,11 +189,13 @@ async def _own(conn: Executor, owner: str | None, *, fresh: bool) -> None:
 
 
 async def _step(conn: Executor, parts: Sequence[Migration]) -> None:
-    """One transaction; gives way to traffic instead of queueing behind it (lock_timeout), and tries again."""
-    for attempt in range(1, LOCK_RETRIES + 1):
+    """One transaction; gives way to traffic instead of queueing behind it, and tries again for a minute."""
+    until = time.monotonic() + GIVE_WAY_SECONDS
+    while True:
         try:
-            await conn.execute(f"BEGIN; SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
+            await conn.execute("BEGIN")
             for part in parts:
+                await _hold(conn, part)
                 for statement in (*statements(part.sql), _record(part)):
                     await _statement(conn, part.name, statement)
                 await failpoints.hit("migrate.part.done")
@@ -187,11 +203,29 @@ async def _step(conn: Executor, parts: Sequence[Migration]) -> None:
             await failpoints.hit("migrate.step.committed")
         except MigrationRefused as error:
             await conn.execute("ROLLBACK")
-            if attempt == LOCK_RETRIES or not isinstance(error.__cause__, asyncpg.LockNotAvailableError):
+            passes = isinstance(error.__cause__, (asyncpg.LockNotAvailableError, asyncpg.DeadlockDetectedError))
+            if not passes or time.monotonic() > until:
                 raise
             await asyncio.sleep(0.5)
         else:
             return
+
+
+async def _hold(conn: Executor, part: Migration) -> None:
+    """Locks all tables of a step before it changes anything. The traffic takes tables in several orders, so none is free of deadlocks; but
+    a transaction that waits for one of these tables looks for a deadlock only after a second, and by then this has all or has given way.
+    """
+    tables = TABLES.get(part.version, ())
+    await conn.execute(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
+    if tables:  # waits for VACUUM, cancels an automatic one, and lets the traffic pass meanwhile
+        names = ", ".join(table for table, _ in tables)
+        await _statement(conn, part.name, f"LOCK TABLE {names} IN SHARE UPDATE EXCLUSIVE MODE")
+    until = time.monotonic() + HOLD_SECONDS
+    for table, mode in tables:
+        left = max(int((until - time.monotonic()) * 1000), 1)
+        await conn.execute(f"SET LOCAL lock_timeout = {left}")
+        await _statement(conn, part.name, f"LOCK TABLE {table} IN {mode} MODE")
+    await conn.execute(f"SET LOCAL lock_timeout = {LOCK_TIMEOUT_MS}")
 
 
 def _record(part: Migration) -> str:
