@@ -4,6 +4,7 @@ The decisions are replaced by a stub that notes what it was asked to reconcile; 
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -337,11 +338,12 @@ async def test_ko_10_objects_that_block_do_not_hold_up_the_others(front: KubeFro
         assert await operator.wrong("/healthz") is None
 
 
-async def test_the_operator_as_shipped_makes_an_agentrun_ready_and_then_is_silent(
+async def test_the_operator_as_shipped_makes_all_ready_and_then_is_silent_without_a_trace_of_kopf(
     operator_process: Any, kube: Kube, namespace: str, database_url: str, redis_url: str
 ) -> None:
     process = await operator_process(namespace)
     await make(kube, "a", namespace=namespace)
+    await kube.create("crontasks", namespace, cron_task("nightly", agent="a"))
     await eventually(lambda: condition(kube, namespace, "Accepted", "False"), within=30, what="it misses the secrets")
 
     await kube.store_secrets(namespace, database_url=database_url, redis_url=redis_url)
@@ -351,14 +353,33 @@ async def test_the_operator_as_shipped_makes_an_agentrun_ready_and_then_is_silen
         await play_kubelet(kube, namespace, migrates=True)
         return await condition(kube, namespace, "Ready", "True")
 
+    async def is_stored() -> bool:
+        found = await kube.condition(namespace, "nightly", "Accepted", plural="crontasks")
+        return found is not None and found["status"] == "True"
+
     async def ticks() -> float:
         return (await process.metrics())["agentrun_operator_tick_seconds_count"]
 
     await eventually(is_ready, within=30, what="it is ready")
+    await eventually(is_stored, within=30, what="the CronTask is stored")
     await rests(lambda: versions(kube, namespace), turns=ticks, count=2, within=60, what="everything that the operator writes")
     assert await condition(kube, namespace, "Ready", "True")
     assert (await process.metrics())["agentrun_operator_leader"] == 1
+
+    found = await kube.everything(namespace)
+    assert {"agentruns", "crontasks", "deployments", "jobs", "configmaps", "secrets", "leases", "events"} <= {*found}
+    for kind, objects in found.items():
+        for one in objects:
+            name = f"{kind}/{one['metadata']['name']}"
+            assert not one["metadata"].get("finalizers"), name
+            # Data are not looked at: they may be random, as certificates are.
+            assert "kopf" not in json.dumps({**one, "data": None}).lower(), name
     assert await process.terminate() == 0
+
+
+def cron_task(name: str, *, agent: str) -> dict[str, Any]:
+    spec = {"agentRunRef": {"name": agent}, "schedule": "0 3 * * *", "input": "report"}
+    return {"apiVersion": "agentrun.dev/v1alpha1", "kind": "CronTask", "metadata": {"name": name}, "spec": spec}
 
 
 async def condition(kube: Kube, namespace: str, kind: str, status: str) -> bool:
@@ -368,7 +389,17 @@ async def condition(kube: Kube, namespace: str, kind: str, status: str) -> bool:
 
 async def versions(kube: Kube, namespace: str) -> dict[str, str]:
     """The resourceVersions of everything that the operator writes, its Lease aside."""
-    kinds = ("agentruns", "deployments", "services", "configmaps", "jobs", "poddisruptionbudgets", "networkpolicies", "events")
+    kinds = (
+        "agentruns",
+        "crontasks",
+        "deployments",
+        "services",
+        "configmaps",
+        "jobs",
+        "poddisruptionbudgets",
+        "networkpolicies",
+        "events",
+    )
     return {
         f"{kind}/{one['metadata']['name']}": one["metadata"]["resourceVersion"]
         for kind in kinds

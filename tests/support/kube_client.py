@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import ssl
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from types import TracebackType
@@ -80,6 +81,17 @@ class Kube:
     async def list(self, plural: str, namespace: str, *, labels: str = "") -> list[Document]:
         found = await self.request("GET", path(plural, namespace), query={"labelSelector": labels} if labels else None)
         return list(found["items"])
+
+    async def everything(self, namespace: str) -> Mapping[str, Sequence[Document]]:
+        """All objects of a namespace, of whatever kind is served, by plural. Kinds without objects are left out."""
+        groups = (await self.request("GET", "/apis"))["groups"]
+        found: defaultdict[str, Any] = defaultdict(list)
+        for version in ("api/v1", *(f"apis/{group['preferredVersion']['groupVersion']}" for group in groups)):
+            for kind in (await self.request("GET", f"/{version}"))["resources"]:
+                if kind["namespaced"] and "list" in kind["verbs"]:
+                    objects = await self.request("GET", f"/{version}/namespaces/{namespace}/{kind['name']}")
+                    found[kind["name"]] += objects["items"]
+        return {plural: objects for plural, objects in found.items() if objects}
 
     async def create(self, plural: str, namespace: str, body: Mapping[str, Any]) -> Document:
         """Unknown fields are refused, as kubectl does it."""
