@@ -203,6 +203,19 @@ def test_names_that_people_gave_stay(word: str) -> None:
     assert steady(f'secret "{word}" not found.') == f'secret "{word}" not found'
 
 
+@pytest.mark.parametrize("word", ["redis-202611301122", "202611301122", "sha-deadbeefcafe0123", "db-2026-11-30", "a_1"])
+@pytest.mark.parametrize("kind", ["secret", "configmap", "Secret", "ConfigMap"])
+def test_names_of_secrets_and_configmaps_stay_whatever_they_look_like(kind: str, word: str) -> None:
+    digest = "sha256:" + "0123456789abcdef" * 4
+    assert steady(f'{kind} "{word}" not found; image {digest}') == f'{kind} "{word}" not found; image …'
+    assert steady(f"couldn't find key url in {kind} shop/{word}") == f"couldn't find key url in {kind} shop/{word}"
+    assert steady(f'MountVolume failed: references non-existent {kind} "shop/{word}"').endswith(f'{kind} "shop/{word}"')
+
+
+def test_a_name_that_is_left_out_is_left_out_of_a_secrets_name_too() -> None:
+    assert steady('secret "token-of-pod-1" not found', names=("pod-1",)) == 'secret "token-of-…" not found'
+
+
 def test_a_quota_that_keeps_pods_from_being_made_is_passed_on_without_what_changes() -> None:
     world = settled()
     ref = component(world.key, Component.WORKER)
