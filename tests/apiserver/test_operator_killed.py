@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import re
 import uuid
 from collections import Counter
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from kube_client import Document, Kube, agent_run, play_kubelet
+from kube_client import Document, Kube, agent_run, comes_up, play_kubelet
 from kube_servers import KubeServer
 from store_servers import Databases
 from waiting import eventually, rests
+
+from agentrun.store import cron_tasks
+from agentrun.store.pool import create_pool
 
 KINDS = ("deployments", "services", "configmaps", "jobs", "poddisruptionbudgets", "networkpolicies")
 TOGETHER = 3
@@ -371,3 +375,92 @@ async def writes(operator: Any) -> float:
     """But for those of the Lease, which are PUTs."""
     found = await operator.metrics()
     return sum(found.total("agentrun_operator_api_requests_total", method=method) for method in ("PATCH", "POST", "DELETE"))
+
+
+TASK_STEPS: dict[str, Document] = {
+    "made": {"agentRunRef": {"name": "a"}, "schedule": "0 3 * * *", "input": "report"},
+    "edited": {"agentRunRef": {"name": "a"}, "schedule": "30 4 * * *", "input": "report"},
+    "moved": {"agentRunRef": {"name": "b"}, "schedule": "30 4 * * *", "input": "report"},
+    "deleted": {},
+}
+"""The spec of a CronTask after each step."""
+
+
+async def take_step(one: Life, name: str) -> None:
+    """An AgentRun's name cannot be changed in a CronTask: one that moves is made anew."""
+    spec = TASK_STEPS[name]
+    if name == "edited":
+        await one.kube.patch("crontasks", one.namespace, "t", {"spec": spec})
+        return
+    if name != "made":
+        await one.kube.delete("crontasks", one.namespace, "t")
+    if spec:
+        body = {"apiVersion": "agentrun.dev/v1alpha1", "kind": "CronTask", "metadata": {"name": "t"}, "spec": spec}
+        await one.kube.create("crontasks", one.namespace, body)
+
+
+async def rows_of(pools: dict[str, Any]) -> dict[tuple[str, int], tuple[str, str, Any]]:
+    """Of each CronTask that is fired, and its generation: by which AgentRun, its schedule, and from when on."""
+    found = [
+        (agent, row.schedule) for agent, pool in pools.items() for row in await cron_tasks.all_of(pool) if not row.deleted_at
+    ]
+    rows = {(str(one.uid), one.generation): (agent, json.loads(one.spec)["schedule"], one.slots_from) for agent, one in found}
+    assert len(rows) == len(found), f"two databases fire the same: {found}"
+    return rows
+
+
+async def is_told(one: Life, task: Document) -> bool:
+    """Whether its status is that of its spec."""
+    status = task.get("status") or {}
+    minute, hour, *_ = task["spec"]["schedule"].split()
+    times = [slot[10:] for slot in status.get("nextScheduleTimes", [])]
+    accepted = await one.kube.condition(one.namespace, "t", "Accepted", plural="crontasks")
+    generation = task["metadata"]["generation"]
+    return (
+        accepted is not None
+        and (accepted["status"], accepted["observedGeneration"]) == ("True", generation)
+        and status["observedGeneration"] == generation
+        and times == [f"T{int(hour):02}:{int(minute):02}:00Z"] * 3
+    )
+
+
+@pytest.mark.parametrize(
+    "point", ["operator.crontask.stored=kill@1", "operator.crontask.stored=kill@2", "operator.kube.written=kill@1"]
+)
+async def test_an_operator_that_is_killed_while_it_stores_a_crontask_leaves_the_rest_to_the_next(
+    point: str, operator_process: Any, crds_applied: KubeServer, kube: Kube, databases: Databases, redis_url: str
+) -> None:
+    async with life(kube, databases, redis_url, operator_process) as one, databases.migrated() as other:
+        pools = {"a": await create_pool(one.database_url, 1), "b": await create_pool(other, 1)}
+        await kube.secret(one.namespace, "of-b", url=other)
+        await kube.create("agentruns", one.namespace, agent_run("b", database={"secretRef": {"name": "of-b"}}))
+        operator = await one.operator("0")
+        for name in ("a", "b"):
+            await eventually(lambda name=name: comes_up(kube, one.namespace, name), within=180, what=f"{name} is Ready")
+
+        async def is_right() -> bool:
+            task, rows = await kube.find("crontasks", one.namespace, "t"), await rows_of(pools)
+            if task is None:
+                return not rows
+            spec, key = task["spec"], (task["metadata"]["uid"], task["metadata"]["generation"])
+            wanted = {key: (spec["agentRunRef"]["name"], spec["schedule"])}
+            return {found: row[:2] for found, row in rows.items()} == wanted and await is_told(one, task)
+
+        deaths = set()
+        for step in TASK_STEPS:
+            operator.kill()
+            await take_step(one, step)
+            operator = await one.operator(f"first-{step}", failpoints=point)
+            if await one.killed_after(1, operator, done=is_right):
+                deaths.add(step)
+                left = await rows_of(pools)
+                operator = await one.operator(f"second-{step}")
+                await eventually(is_right, within=60, what=f"row and status are right: {step}")
+                now = await rows_of(pools)
+                assert all(now[key] == left[key] for key in now.keys() & left.keys()), "a row that was right is kept as it is"
+        operator.kill()
+        for pool in pools.values():
+            await pool.close()
+        if point == "operator.crontask.stored=kill@1":
+            assert deaths >= {"made", "edited", "moved"}, "a status is written only after that"
+        assert deaths
