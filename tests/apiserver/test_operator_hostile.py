@@ -1,8 +1,10 @@
 """Other people's hands and bad input: labels that lie, races with deletions, floods of edits and of objects that cannot work."""
 
 import asyncio
+import contextlib
 import json
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -220,6 +222,62 @@ async def test_ko_06_edits_each_moment_then_silence_over_full_lists_then_ko_01_t
     await eventually(lambda: _is_gone(kube, "namespaces", "", namespace), within=60, what="the namespace is gone")
     assert process.returncode is None
     assert await process.terminate() == 0
+
+
+@contextlib.asynccontextmanager
+async def silent_server() -> AsyncIterator[tuple[int, set[asyncio.StreamWriter]]]:
+    """Takes connections, reads, and never says a word. Its port, and the connections that are open."""
+    is_open: set[asyncio.StreamWriter] = set()
+
+    async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_open.add(writer)
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(4096):
+                pass
+        is_open.discard(writer)
+        writer.close()
+
+    server = await asyncio.start_server(listen, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1], is_open
+    finally:
+        server.close()
+        for writer in [*is_open]:
+            writer.close()
+
+
+async def test_ko_10_stores_that_hang_hold_up_neither_another_agentrun_nor_the_probe(
+    operator_process: Any, kube: Kube, namespace: str, database_url: str, redis_url: str
+) -> None:
+    process = await shipped(operator_process, kube, namespace, database_url, redis_url)
+    async with silent_server() as (postgres_port, postgres_open), silent_server() as (redis_port, redis_open):
+        await kube.secret(namespace, "silent-database", url=f"postgresql://u:p@127.0.0.1:{postgres_port}/d")
+        await kube.secret(namespace, "silent-redis", url=f"redis://127.0.0.1:{redis_port}")
+        stores = {"database": {"secretRef": {"name": "silent-database"}}, "redis": {"secretRef": {"name": "silent-redis"}}}
+        await kube.create("agentruns", namespace, agent_run("bad", **stores))
+
+        for number in range(5, 9):
+            # The hang has begun and is not over.
+            await eventually(lambda: postgres_open and redis_open, within=60, what="both stores keep the operator waiting")
+            await kube.patch("agentruns", namespace, "a", {"spec": {"workers": {"retries": number}}})
+            health: list[int] = []
+
+            async def is_carried_out(number: int = number, health: list[int] = health) -> bool:
+                health.append((await process.get("/healthz")).status_code)
+                worker = await kube.get("deployments", namespace, "a-worker")
+                volumes = worker["spec"]["template"]["spec"]["volumes"]
+                (config,) = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
+                return f"retries: {number}" in json.dumps((await kube.get("configmaps", namespace, config))["data"])
+
+            await eventually(is_carried_out, within=15, what="the edit of the good one is carried out")
+            assert {*health} == {200}
+
+        async def is_said() -> bool:
+            queue, ready = [await kube.condition(namespace, "bad", kind) for kind in ("QueueReady", "Ready")]
+            return bool(queue and ready) and (queue["reason"], ready["status"] == "True") == ("RedisUnreachable", False)
+
+        await eventually(is_said, within=60, what="the bad one says what it waits for")
+        assert await process.terminate() == 0
 
 
 async def test_ko_12_a_crowd_of_bad_objects_does_not_hold_up_a_good_one(
