@@ -48,7 +48,8 @@ class KubeFront:
     _rules: list[Misbehaviour] = field(default_factory=list)
     _held: asyncio.Event | None = None
     _frozen: set[asyncio.Task[Any]] = field(default_factory=set)
-    _streams: set[asyncio.Task[Any]] = field(default_factory=set)
+    _streams: dict[asyncio.Task[Any], str] = field(default_factory=dict)
+    """The watches that are open, and their paths."""
     _cut: bool = False
 
     def answer(
@@ -66,9 +67,9 @@ class KubeFront:
         self._rules.append(rule)
         return rule
 
-    def freeze_watches(self) -> None:
-        """The watches of now stay open and say nothing more; what is opened later works."""
-        self._frozen |= self._streams
+    def freeze_watches(self, ending: str = "") -> None:
+        """The watches of now, whose path has this ending, stay open and say nothing more; what is opened later works."""
+        self._frozen |= {task for task, path in self._streams.items() if path.endswith(ending)}
 
     def hold_watches(self) -> None:
         """Watches say nothing until `release_watches`: then all that they would have said."""
@@ -119,7 +120,7 @@ class KubeFront:
                 return web.Response(status=upstream.status, body=await upstream.read(), headers={"Content-Type": kind})
             response = web.StreamResponse(status=upstream.status, headers={"Content-Type": kind})
             await response.prepare(request)
-            self._streams.add(task)
+            self._streams[task] = request.path
             try:
                 async for piece in upstream.content.iter_any():
                     if task in self._frozen:
@@ -128,7 +129,7 @@ class KubeFront:
                         await self._held.wait()
                     await response.write(piece)
             finally:
-                self._streams.discard(task)
+                self._streams.pop(task, None)
                 self._frozen.discard(task)
             return response
 
