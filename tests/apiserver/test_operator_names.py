@@ -11,7 +11,7 @@ from kube_servers import KubeServer
 from agentrun.telemetry import REGISTRY
 from agentrun_operator import kube as operator_kube
 from agentrun_operator.cache import ObjectCache
-from agentrun_operator.facts import QueueFact, SchemaFact
+from agentrun_operator.facts import NOTHING_SPENT, QueueFact, SchemaFact, SpendingFact
 from agentrun_operator.observe import Observer
 from agentrun_operator.reconcile import ReconcileAgentRun
 from agentrun_operator.resources import AGENTRUNS, CHILDREN, CHILDREN_SELECTOR, Key
@@ -26,6 +26,9 @@ class Stores:
 
     async def queue(self, _key: Key, _url: str) -> QueueFact | None:
         return QueueFact()
+
+    def spending(self, url: str) -> SpendingFact:
+        return NOTHING_SPENT
 
     def invalidate(self, url: str) -> None:
         pass

@@ -107,9 +107,8 @@ class _Judge:
             if status == "failed" and error.get("type") not in KNOWN_FAILURES:
                 yield f"{run_id} failed: {error}"
             lost = had.count("lost")
-            if (run_id in letters) != (error.get("type") == "lost_too_often") or (
-                run_id in letters and lost != self._history.max_lost_attempts
-            ):
+            too_often = error.get("type") == "lost_too_often"
+            if (run_id in letters) != (status == "failed") or (too_often and lost != self._history.max_lost_attempts):
                 yield f"{run_id}: {error or status}, lost {lost} times, dead letter: {run_id in letters}"
 
     def _numbers(self) -> Iterator[str]:

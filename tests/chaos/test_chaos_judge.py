@@ -105,6 +105,11 @@ HARM: list[tuple[str, str, Callable[[History], Any]]] = [
     ("a run done twice", ENDS, lambda h: h.tables.attempts[1].update(outcome="finished")),
     ("an attempt too many", ENDS, lambda h: h.tables.runs[1].update(epoch=3)),
     ("a failure of its own", ENDS, lambda h: h.tables.runs[1].update(status="failed", error='{"type": "agent_error"}')),
+    (
+        "a failure without a dead letter",
+        ENDS,
+        lambda h: h.tables.runs[1].update(status="failed", error='{"type": "effect_unknown"}'),
+    ),
     ("a dead letter too early", ENDS, lambda h: h.tables.dead_letters.append({"run_id": SECOND})),
     ("a hole", NUMBERS, lambda h: h.tables.messages.pop(3)),
     ("two ends", NUMBERS, lambda h: h.tables.messages[3].update(kind="failed")),
