@@ -320,7 +320,7 @@ async def test_the_operator_sees_what_the_days_around_now_have_spent(pool: Pool,
     await ends(pool, run, paid("0.5"))
     await pool.execute("INSERT INTO budget_counters (scope, day, spent) SELECT 'agent', current_date - 9, 7")
     fact, _ = await ask_database(database_url)
-    assert [(one.day, one.spent) for one in fact.budgets] == [(await today(pool), Decimal("0.5"))]
+    assert [(one.day, one.spent) for one in fact.spending.days] == [(await today(pool), Decimal("0.5"))]
 
 
 async def test_a_gateway_of_schema_3_calls_what_it_knows_and_is_not_limited(pool: Pool) -> None:
