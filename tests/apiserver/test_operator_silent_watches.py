@@ -30,8 +30,10 @@ async def test_ko_02_at_default_times_what_changed_behind_silent_watches_is_reco
     await kube.store_secrets(namespace, database_url=database_url, redis_url=redis_url)
     await kube.create("agentruns", namespace, agent_run("a"))
 
-    async def templates() -> list[Any]:
-        return [one["spec"]["template"] for one in await kube.list("deployments", namespace)]
+    async def made() -> list[Any]:
+        """Another database is migrated before any pod is rolled out on it."""
+        jobs = [one["metadata"]["name"] for one in await kube.list("jobs", namespace)]
+        return [jobs, *(one["spec"]["template"] for one in await kube.list("deployments", namespace))]
 
     async with kube_front(crds_applied, tmp_path) as front:
         # The full list of every five minutes would find it as well.
@@ -47,7 +49,7 @@ async def test_ko_02_at_default_times_what_changed_behind_silent_watches_is_reco
 
         # Each look at an AgentRun reads its Secrets: none may be due, and nobody plays the kubelet, until the change is noticed.
         await rests(looks, turns=seconds, count=15, within=120, what="the looks at the AgentRun")
-        before, opened, lists = await templates(), len(front.requests), (await process.metrics())[FULL_LIST]
+        before, opened, lists = await made(), len(front.requests), (await process.metrics())[FULL_LIST]
 
         front.freeze_watches(silent)
         if edited == "agentruns":
@@ -58,7 +60,7 @@ async def test_ko_02_at_default_times_what_changed_behind_silent_watches_is_reco
             )
 
         async def is_noticed() -> bool:
-            return await templates() != before
+            return await made() != before
 
         await eventually(is_noticed, within=180, what=f"the edit of {edited} is noticed")
         anew = [asked for asked in front.requests[opened:] if asked == f"WATCH {path(edited, namespace)}"]
