@@ -4,9 +4,7 @@ import asyncio
 import csv
 import io
 import json
-import os
 import random
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
@@ -14,6 +12,7 @@ from decimal import Decimal
 from itertools import combinations
 from typing import Any
 
+import commands
 import pytest
 import pytest_asyncio
 from gateway_bench import NAME, NAMESPACE, Room, shared_gateway
@@ -247,19 +246,9 @@ async def test_api_csv_and_command_line_agree_to_the_micro_dollar(room: Room) ->
 
 async def command(room: Room, *arguments: str) -> str:
     """What `agentrun usage` prints."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "agentrun",
-        "usage",
-        *arguments,
-        env={**os.environ, "AGENTRUN_URL": room.base_url, "AGENTRUN_API_KEY": room.keys["ann"]},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    assert process.returncode == 0, err.decode()
-    return out.decode().replace("\r\n", "\n")
+    code, out, err = await commands.command(room.base_url, room.keys["ann"], "usage", *arguments)
+    assert code == 0, err
+    return out.replace("\r\n", "\n")
 
 
 @given(st.text(st.sampled_from("=+-@\t\r\nab1 '"), max_size=6))

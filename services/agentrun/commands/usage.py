@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agentrun.commands import access
-from agentrun.commands.output import print_table
+from agentrun.commands.output import ask_gateway, print_table
 
 _TITLES = {
     "calls": "CALLS",
@@ -31,10 +30,8 @@ def usage(
     as_json: Annotated[bool, typer.Option("--json", help="JSON, as the gateway gives it.")] = False,
 ) -> None:
     """What was spent. Asks the gateway at AGENTRUN_URL with AGENTRUN_API_KEY: your own runs, or all with a key of scope admin."""
-    from agentrun.commands.gateway import GatewayClient  # its HTTP client takes longer to load than all the rest
-
     query = {"group_by": group_by, "from": since, "to": until, "user": user}
-    with GatewayClient(access.read()) as gateway:
+    with ask_gateway() as gateway:
         if as_csv:
             print(gateway.text("GET", "/v1/usage", query={**query, "format": "csv"}), end="")
             return
