@@ -11,7 +11,7 @@ import os
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -310,7 +310,7 @@ class Month:
 @pytest.mark.skipif(
     os.environ.get(store_servers.VARIABLE) == "system", reason="a month is lived through once, with the stores from wheels"
 )
-async def test_a_month_has_each_run_once(database_url: str) -> None:
+async def test_a_month_has_each_run_once(database_url: str, proof: Callable[[str], None]) -> None:
     begin = at(START)
     plan = Plan(random.Random(START), begin, begin + 30 * DAY).make()
     looks = plan.looks()
@@ -336,8 +336,8 @@ async def test_a_month_has_each_run_once(database_url: str) -> None:
 
     duplicates = sum(count - 1 for count in found.values())
     missing, unwanted = wanted.keys() - found.keys(), found.keys() - wanted.keys()
-    print(
-        f"\n{START}: slots expected {len(outcomes)}, runs expected {len(wanted)}, runs {sum(found.values())}, duplicates {duplicates}, "
+    proof(
+        f"slots expected {len(outcomes)}, runs expected {len(wanted)}, runs {sum(found.values())}, duplicates {duplicates}, "
         f"missing {len(missing)}, unwanted {len(unwanted)}; looks {sum(one.ticks for one in month.schedulers)}, "
         f"kills at work {sum(month.killed.values())}, outages {len(plan.outages)}"
     )
