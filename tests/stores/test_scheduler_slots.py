@@ -412,6 +412,47 @@ async def test_an_edit_of_the_times_counts_no_old_slot_as_missed(stage: Stage) -
     assert len(await stage.run_keys()) == 2
 
 
+async def test_an_edit_of_the_times_leaves_slots_of_before_that_nobody_has_decided(stage: Stage) -> None:
+    """Four edits while no scheduler was there; each slot belongs to the times that held then, the rest of the spec is the newest."""
+    task = await stage.put(since=stage.before(12), schedule="* * * * *")
+    await stage.put(task, since=stage.before(9), schedule="* * * * *", suspend=True)
+    await stage.put(task, since=stage.before(7), schedule="0 0 1 1 *")
+    await stage.put(task, since=stage.before(5), schedule="* * * * *", catchUp={"mode": "All", "limit": 4}, input="anew")
+    await stage.put(task, since=stage.time, schedule="* * * * *", catchUp={"mode": "All", "limit": 4}, input="newest")
+    await stage.tick()
+    # 3 of the first times, 2 while suspended, none of the third, 5 of the last, of which 4 are made up for or on time
+    assert await stage.outcomes(task) == [DEADLINE] * 3 + [SUSPENDED] * 2 + [LATE] * 4 + [RAN]
+    inputs = await stage.pool.fetch("SELECT content #>> '{}' FROM inputs")
+    assert [row[0] for row in inputs] == ["newest"] * 5
+    assert await stage.pool.fetchval("SELECT spec ? 'superseded' FROM cron_tasks") is False, "what is decided is forgotten"
+    await stage.tick()
+    assert len(await stage.run_keys()) == 5
+
+
+async def test_slots_of_before_do_not_start_once_the_task_is_suspended(stage: Stage) -> None:
+    task = await stage.put(since=stage.before(3))
+    await stage.put(task, since=stage.before(1), suspend=True)
+    await stage.tick()
+    assert await stage.outcomes(task) == [SUSPENDED] * 3
+    assert await stage.run_keys() == {}
+
+
+async def test_times_of_before_that_cannot_be_followed_hold_up_nothing(stage: Stage) -> None:
+    task = await stage.put(since=stage.before(3), schedule="never")
+    await stage.put(task, since=stage.before(1))
+    await stage.tick()
+    assert await stage.outcomes(task) == [RAN]
+
+
+async def test_edits_while_nobody_decides_are_remembered_up_to_a_number(stage: Stage) -> None:
+    task = await stage.put(since=stage.before(70))
+    for minutes in range(60, 0, -1):
+        await stage.put(task, since=stage.before(minutes), schedule="* * * * *" if minutes % 2 else "*/1 * * * *")
+    assert await stage.pool.fetchval("SELECT jsonb_array_length(spec -> 'superseded') FROM cron_tasks") == 50
+    await stage.tick()
+    assert len(await stage.outcomes(task)) == 50 + 1
+
+
 async def test_an_edit_of_the_input_loses_no_slot(stage: Stage) -> None:
     since = stage.before(2)
     task = await stage.put(since=since)

@@ -158,6 +158,13 @@ class Plan:
                     self.outages.append((begin, end))
                     break
 
+    def tasks(self) -> list[list[Segment]]:
+        """The generations of each CronTask."""
+        found: dict[UUID, list[Segment]] = {}
+        for segment in self.segments:
+            found.setdefault(segment.uid, []).append(segment)
+        return list(found.values())
+
     def slots(self, segment: Segment) -> list[datetime]:
         """By the oracle, oldest first."""
         month = (self.start, self.end - MINUTE)
@@ -184,14 +191,19 @@ def _slots(schedule: str, zone: str, since: datetime, until: datetime) -> list[d
     return list(Oracle(schedule, zone).slots(since, until))
 
 
-def decided(segment: Segment, waiting: list[datetime], looks: list[datetime]) -> Iterator[tuple[datetime, list[datetime]]]:
-    """Each look at which slots of a segment are due, with these, oldest first. `waiting` are all of them."""
+def decided(
+    segments: list[Segment], waiting: list[tuple[datetime, Segment]], looks: list[datetime]
+) -> Iterator[tuple[datetime, Segment, list[tuple[datetime, Segment]]]]:
+    """Each look at which slots of a CronTask are due, with its generation and these slots, oldest first. A slot belongs to the generation
+    of its time, whichever is there when it is decided. `waiting` are all of them.
+    """
     place = 0
     for look in looks:
-        if segment.since < look < segment.until:
-            end = bisect_right(waiting, look, lo=place)
+        now = next((segment for segment in segments if segment.since < look < segment.until), None)
+        if now is not None:
+            end = bisect_right(waiting, look, lo=place, key=lambda one: one[0])
             if end > place:
-                yield look, waiting[place:end]
+                yield look, now, waiting[place:end]
             place = end
 
 
@@ -332,12 +344,17 @@ async def test_a_month_has_each_run_once(database_url: str, proof: Callable[[str
     assert not any(begin - HOUR < CHANGES[2] < end + HOUR for begin, end in plan.outages), "schedulers see the clocks set back"
     wanted: Counter[tuple[str, datetime]] = Counter()
     outcomes: dict[tuple[UUID, datetime], str] = {}
-    for segment in plan.segments:
-        for look, due in decided(segment, plan.slots(segment), looks):
-            for slot in due:
-                known = SlotOutcome.SKIPPED_SUSPENDED if segment.suspended else outcome(slot, due, look, segment.policy)
-                outcomes[segment.uid, slot] = known.value
-                wanted.update([(segment.name, slot)] if known in STARTED else [])
+    edited = 0
+    for segments in plan.tasks():
+        waiting = [(slot, segment) for segment in segments for slot in plan.slots(segment)]
+        for look, now, slots in decided(segments, waiting, looks):
+            due = [slot for slot, segment in slots if not (segment.suspended or now.suspended)]
+            for slot, segment in slots:
+                edited += segment is not now
+                known = outcome(slot, due, look, now.policy) if slot in due else SlotOutcome.SKIPPED_SUSPENDED
+                outcomes[now.uid, slot] = known.value
+                wanted.update([(now.name, slot)] if known in STARTED else [])
+    assert edited, "some are decided after an edit"
     assert set(wanted.values()) == {1}, "the oracle says each slot once"
 
     async with AsyncExitStack() as stack:

@@ -6,7 +6,7 @@ the commit leaves nothing, one after it leaves runs that the sweep publishes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Protocol
 from uuid import UUID
@@ -20,7 +20,7 @@ from agentrun.domain.errors import AgentrunError, StoreUnavailable
 from agentrun.domain.slots import STARTED, SlotOutcome
 from agentrun.domain.states import RunStatus
 from agentrun.schedules import tasks
-from agentrun.schedules.decision import Concurrency, decide
+from agentrun.schedules.decision import Concurrency, Stretch, decide
 from agentrun.schedules.starting import Owner, start_slots
 from agentrun.schedules.tasks import Task
 from agentrun.store import cron_tasks
@@ -140,7 +140,10 @@ class Firing:
         when = task.when(namespace=self._namespace)
         after = max(filter(None, (locked.schedule.slots_from, locked.decided_through)))
         active = [] if task.concurrency_policy is Concurrency.ALLOW else await table.unfinished(conn, uid)
-        decided = decide(when, task.rules, after=after, now=now, suspended=self._suspended or task.suspend, busy=bool(active))
+        earlier = task.before(namespace=self._namespace)
+        stretches = [replace(one, after=max(filter(None, (one.after, locked.decided_through)))) for one in earlier]
+        stretches.append(Stretch(when, after, now, task.suspend))
+        decided = decide(stretches, task.rules, now=now, suspended=self._suspended or task.suspend, busy=bool(active))
         newest = max((one.slot for one in decided), default=None)
         if decided:
             new = await table.record(conn, uid, decided)
@@ -154,7 +157,8 @@ class Firing:
                     decided = [Slot(one.slot, outcome) if one.slot in skipped else one for one in decided]
                     await table.fail(conn, uid, skipped, why, outcome)
             await table.prune(conn, uid, keep=task.history_limit)
-        await cron_tasks.note(conn, locked, decided_through=newest, next_slot=when.next(max(now, after)))
+        settled = all(one.until <= now for one in earlier)
+        await cron_tasks.note(conn, locked, decided_through=newest, next_slot=when.next(max(now, after)), settled=settled)
         return decided
 
     async def _start(

@@ -1,6 +1,6 @@
 """What becomes of the slots of one CronTask that are due. Pure: time and facts are arguments."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -43,17 +43,36 @@ class Rules:
     history: int
 
 
-def decide(schedule: Schedule, rules: Rules, *, after: datetime, now: datetime, suspended: bool, busy: bool) -> list[Slot]:
-    """The slots later than `after` and not later than `now` with their outcomes, oldest first.
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The times of a CronTask between two edits: slots later than `after` and not later than `until`."""
 
-    At most as many as are remembered, the newest ones: however long nobody looked, this takes no longer. `busy`: a run of the task has
-    not ended.
+    schedule: Schedule
+    after: datetime
+    until: datetime
+    suspended: bool
+
+
+def decide(stretches: Sequence[Stretch], rules: Rules, *, now: datetime, suspended: bool, busy: bool) -> list[Slot]:
+    """The slots that are not later than `now` with their outcomes, oldest first. Of `stretches` that overlap the newer holds.
+
+    At most as many as are remembered, the newest ones: however long nobody looked, this takes no longer. `suspended`: now, so nothing
+    starts. `busy`: a run of the task has not ended.
     """
     most = max(rules.history, rules.limit + 1)
-    due = list(islice(schedule.before(now, since=after), most))
-    if suspended:
-        return [Slot(slot, SlotOutcome.SKIPPED_SUSPENDED) for slot in reversed(due)]
-    return _without_overlap(list(_by_age(due, rules, now))[::-1], rules.concurrency, busy=busy)
+    due: list[datetime] = []
+    skipped: list[Slot] = []
+    until = now
+    for one in reversed(stretches):
+        until = min(one.until, until)
+        found = islice(one.schedule.before(until, since=one.after), most - len(due) - len(skipped)) if one.after < until else ()
+        until = min(one.after, until)
+        if suspended or one.suspended:
+            skipped += [Slot(slot, SlotOutcome.SKIPPED_SUSPENDED) for slot in found]
+        else:
+            due += found
+    decided = _without_overlap(list(_by_age(due, rules, now))[::-1], rules.concurrency, busy=busy)
+    return sorted((*skipped, *decided), key=lambda one: one.slot)
 
 
 def _by_age(due: list[datetime], rules: Rules, now: datetime) -> Iterator[Slot]:
