@@ -632,6 +632,11 @@ async def without_success(stage: Stage, *, suspended: bool = False) -> dict[str,
     return {sample.labels["task"]: sample.value for metric in SLOTS_WITHOUT_SUCCESS.collect() for sample in metric.samples}
 
 
+async def ended(stage: Stage, run_id: UUID, moment: datetime) -> None:
+    """As if it had ended then."""
+    await stage.pool.execute("UPDATE runs SET finished_at = $2 WHERE id = $1", run_id, moment)
+
+
 def just_passed(now: datetime, count: int) -> str:
     """A schedule of the newest minutes that have passed, and of none that come in the next half an hour."""
     return f"{','.join(str((now - number * MINUTE).minute) for number in range(count))} * * * *"
@@ -649,6 +654,7 @@ async def test_slots_since_the_newest_success_are_counted(stage: Stage) -> None:
     assert first.run_id is not None and second.run_id is not None
     await stage.end(first.run_id, RunStatus.FAILED)
     await stage.end(second.run_id)
+    await ended(stage, second.run_id, second.slot + MINUTE / 2)
     assert await without_success(stage) == {"report": 2, "quiet": 0}
 
 
@@ -663,18 +669,37 @@ async def test_slots_without_a_run_or_a_decision_count_and_no_more_than_the_metr
     assert (await without_success(stage))["report"] <= 1, "another schedule begins anew"
 
 
-async def test_what_is_suspended_deleted_or_unreadable_has_no_slots_without_success(stage: Stage) -> None:
+async def test_runs_that_take_longer_than_a_period_are_no_lapse_if_they_succeed(stage: Stage) -> None:
+    """Each minute's run takes five: what counts is when a success came, not of which slot it was."""
+    stage.time = await postgres_now(stage.pool)
+    task = await stage.put(since=stage.time - 9 * MINUTE, schedule=just_passed(stage.time, 9))
+    await stage.tick()
+    started = await stage.started(task)
+    for one in started[:-6]:
+        assert one.run_id is not None
+        await stage.end(one.run_id)
+        await ended(stage, one.run_id, one.slot + 5 * MINUTE)
+    assert await without_success(stage) == {"report": 1}, "the newest success came with the slot before the newest"
+    last = started[-1].run_id
+    assert last is not None
+    await stage.end(last)
+    assert await without_success(stage) == {"report": 0}
+
+
+async def test_what_is_suspended_or_deleted_has_no_slots_without_success_and_what_nobody_can_follow_has_the_most(
+    stage: Stage,
+) -> None:
     stage.time = await postgres_now(stage.pool)
     since = stage.time - 5 * MINUTE
     task = await stage.put(since=since, suspend=True)
     gone = await stage.put(since=since, name="gone", schedule=just_passed(stage.time, 5))
     await stage.put(since=since, name="odd", schedule="nonsense")
     await stage.tick()
-    assert await without_success(stage) == {"gone": 5, "odd": 0}
+    assert await without_success(stage) == {"gone": 5, "odd": 20}
     assert await without_success(stage, suspended=True) == {}
     del stage.tasks[gone]
     await stage.put(task, since=stage.time, suspend=False)
-    assert {name: count for name, count in (await without_success(stage)).items() if count > 1} == {}
+    assert {name: count for name, count in (await without_success(stage)).items() if count > 1} == {"odd": 20}
     assert "gone" not in await without_success(stage)
 
 

@@ -75,16 +75,16 @@ class TaskState:
 
 @dataclass(frozen=True, slots=True)
 class Lapse:
-    """How many slots of a CronTask were decided since the newest one whose run succeeded, at most MOST_COUNTED.
+    """How many slots of a CronTask that are decided came after its newest success had ended, at most MOST_COUNTED.
 
-    Only slots of the present times count, and none that was skipped because of a suspension. Slots after `decided_through` are not
-    decided yet; `now` is Postgres' clock.
+    Only slots of the present times count, and none that was skipped because of a suspension. Those after `counted_through` are not
+    counted yet; `now` is Postgres' clock.
     """
 
     name: str
     spec: str
     decided: int
-    decided_through: datetime
+    counted_through: datetime
     now: datetime
 
 
@@ -279,12 +279,13 @@ async def lapses(conn: Executor) -> list[Lapse]:
         rows = await conn.fetch(
             """SELECT t.spec ->> 'name', t.spec, (
                    SELECT count(*) FROM (
-                       SELECT s.outcome, bool_or(coalesce(r.status = 'succeeded', false)) OVER (ORDER BY s.slot DESC) AS succeeded
-                       FROM (SELECT * FROM slots WHERE task = t.uid AND slot > t.slots_from ORDER BY slot DESC LIMIT $1) s
-                       LEFT JOIN runs r ON r.id = s.run_id) since
-                   WHERE NOT since.succeeded AND since.outcome <> 'skipped_suspended'),
-                   greatest(t.slots_from, t.decided_through), now()
-               FROM cron_tasks t WHERE t.deleted_at IS NULL AND t.spec -> 'suspend' IS DISTINCT FROM 'true'::jsonb ORDER BY t.uid""",
+                       SELECT FROM slots s WHERE s.task = t.uid AND s.slot > greatest(t.slots_from, newest.success)
+                       AND s.outcome <> 'skipped_suspended' LIMIT $1) since),
+                   greatest(t.slots_from, t.decided_through, newest.success), now()
+               FROM cron_tasks t LEFT JOIN LATERAL (
+                   SELECT r.finished_at AS success FROM slots s JOIN runs r ON r.id = s.run_id
+                   WHERE s.task = t.uid AND r.status = 'succeeded' ORDER BY s.slot DESC LIMIT 1) newest ON true
+               WHERE t.deleted_at IS NULL AND t.spec -> 'suspend' IS DISTINCT FROM 'true'::jsonb ORDER BY t.uid""",
             MOST_COUNTED,
         )
     return [Lapse(row[0], row[1], row[2], row[3], row[4]) for row in rows]
