@@ -501,6 +501,45 @@ async def test_cr_20_made_anew_under_its_name_it_neither_repeats_nor_loses_a_slo
     assert len(await stage.started(other)) == 5, "another name is another task"
 
 
+async def test_cr_20_a_slot_between_the_deletion_and_a_new_task_is_not_lost(stage: Stage) -> None:
+    """The slot has come, no scheduler has looked, the task is made anew: its time of creation has whole seconds, so it is the slot's."""
+    old = await stage.put(since=stage.before(3), schedule="* * * * *")
+    await stage.tick()
+    del stage.tasks[old]
+    slot = stage.time + MINUTE / 2
+    new = await stage.put(since=slot, schedule="* * * * *")
+    await stage.tick(1)
+    assert [one.slot for one in await stage.started(new)] == [slot]
+    await stage.put(new, since=slot + MINUTE / 2, schedule="*/1 * * * *")
+    await stage.tick(1)
+    assert len(await stage.run_keys()) == 4, "an edit soon after repeats nothing"
+
+
+@pytest.mark.parametrize(
+    ("other", "takes_over"),
+    [
+        ({}, True),
+        ({"schedule": "1-59 * * * *"}, False),
+        ({"timeZone": "Asia/Tokyo"}, False),
+        ({"suspend": True}, False),
+        ({"name": "another"}, False),
+        ({"deleted": -2}, False),
+    ],
+)
+async def test_cr_20_a_new_task_takes_over_only_what_its_predecessor_would_have_run(
+    stage: Stage, other: dict[str, Any], takes_over: bool
+) -> None:
+    spec = {"schedule": "* * * * *", "deleted": 0, **other}
+    deleted = stage.time + spec.pop("deleted") * MINUTE
+    old = await stage.put(since=stage.before(3), **spec)
+    del stage.tasks[old]
+    await stage.write()
+    await stage.pool.execute("UPDATE cron_tasks SET deleted_at = $1", deleted)
+    new = await stage.put(since=stage.time, schedule="* * * * *")
+    (row,) = [row for row in await cron_tasks.all_of(stage.pool) if row.schedule.uid == new]
+    assert row.schedule.slots_from == stage.time - (MINUTE if takes_over else timedelta())
+
+
 async def test_cr_20_a_deletion_waits_for_who_decides_and_the_successor_sees_it(stage: Stage, pool: Pool) -> None:
     since = stage.before(2)
     old = await stage.put(since=since)

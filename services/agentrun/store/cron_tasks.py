@@ -21,6 +21,8 @@ HOLD_SECONDS = 10
 """How long a scheduler that hangs in a transaction may hold a CronTask: Postgres ends its session then."""
 MOST_COUNTED = 20
 """How far `lapses` counts."""
+HANDED_OVER = "1 minute"
+"""A CronTask made anew with the same times takes over the slots of so long before it, so that none falls between the two."""
 _MOST_SUPERSEDED = 50
 """How many edits of a CronTask's times are remembered while nobody decides its slots."""
 
@@ -98,9 +100,18 @@ _OTHER_TIMES = """(
 
 _UPSERT = f"""
 INSERT INTO cron_tasks AS known (uid, generation, spec, slots_from)
-SELECT new.uid, new.generation, new.spec, greatest(least(new.slots_from, now()), (
-    SELECT max(p.decided_through) FROM cron_tasks p WHERE p.spec ->> 'name' = new.spec ->> 'name' AND p.uid <> new.uid))
-FROM unnest($1::uuid[], $2::bigint[], $3::jsonb[], $4::timestamptz[]) AS new (uid, generation, spec, slots_from) ORDER BY new.uid
+SELECT new.uid, new.generation, new.spec, greatest(before.decided, CASE
+    WHEN before.same_since IS NULL THEN least(new.slots_from, now())
+    ELSE greatest(before.same_since, least(new.slots_from, now()) - interval '{HANDED_OVER}') END)
+FROM unnest($1::uuid[], $2::bigint[], $3::jsonb[], $4::timestamptz[]) AS new (uid, generation, spec, slots_from)
+CROSS JOIN LATERAL (
+    SELECT max(p.decided_through) AS decided, max(p.slots_from) FILTER (
+        WHERE p.deleted_at > new.slots_from - interval '{HANDED_OVER}'
+        AND p.spec -> 'schedule' = new.spec -> 'schedule' AND p.spec -> 'timeZone' IS NOT DISTINCT FROM new.spec -> 'timeZone'
+        AND p.spec -> 'suspend' IS DISTINCT FROM 'true'::jsonb AND NOT EXISTS (SELECT FROM cron_tasks t WHERE t.uid = new.uid)
+        ) AS same_since
+    FROM cron_tasks p WHERE p.spec ->> 'name' = new.spec ->> 'name' AND p.uid <> new.uid) before
+ORDER BY new.uid
 ON CONFLICT (uid) DO UPDATE SET
     slots_from = CASE WHEN known.generation < excluded.generation AND (
             known.deleted_at IS NOT NULL OR {_OTHER_TIMES})
@@ -123,7 +134,8 @@ WHERE known.generation < excluded.generation
 # An older generation never replaces a newer one, so a writer that is late changes nothing. One that was marked as deleted and is there
 # after all goes on from its own slots_from. An edit that leaves the times as they are drops none of them; another one leaves those of
 # before to be decided, which is what `superseded` is for. A CronTask made anew under
-# the same name does not decide again what its predecessor decided. Nobody's clock but Postgres' puts slots off.
+# the same name does not decide again what its predecessor decided, and decides what came just before it, which the predecessor did not
+# live to see. Nobody's clock but Postgres' puts slots off.
 
 
 async def replace(conn: Connection, schedules: Sequence[Schedule], *, keep: Collection[UUID] = ()) -> None:
