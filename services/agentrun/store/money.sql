@@ -93,7 +93,7 @@ BEGIN
 END $$;
 
 -- settle: counts what was added to the ledger (p_run, p_epoch, p_cost, one for each change), and gives back what runs that this very
--- transaction has ended have not spent. Comes last. The caller holds the attempts of the calls, and the last ones of p_ended.
+-- transaction has ended have not spent. Comes last. The caller holds the attempts of the calls and the later ones, and the last ones of p_ended.
 CREATE OR REPLACE FUNCTION agentrun_1.settle(p_ledger jsonb, p_run uuid[], p_epoch integer[], p_cost numeric[], p_ended uuid[])
 RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
@@ -109,7 +109,8 @@ BEGIN
             p_epoch := p_epoch || v_fixed.b_epoch;
             p_cost := p_cost || v_fixed.b_cost;
         END IF;
-        -- a call that came after its attempt's end: later attempts have copied booked_usd, and a claim is about to copy the last one
+        -- a call that came after its attempt's end: later attempts have copied booked_usd (the caller holds them), and those that were
+        -- claimed while it waited are held here
         WHILE EXISTS (SELECT 1 FROM unnest(p_run, p_epoch) AS n (id, epoch) JOIN runs r ON r.id = n.id AND r.epoch > n.epoch) LOOP
             v_before := v_later;
             PERFORM 1 FROM attempts a

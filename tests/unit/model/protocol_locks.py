@@ -59,6 +59,7 @@ PLANTED: Mapping[str, Transaction] = {
     "new sessions of a group in no order": locks("n2 n1 s1 s2 k1 k2"),
     "a call is booked after the fence": locks("a1 l1"),
     "a re-report locks the row that is there": locks("l1 m1 a1"),
+    "a late call's later attempts come after the group's": locks("l1 a2 a1"),
     "counters in no order": locks("a1 b2 b1"),
     "merges of one transaction count one by one": locks("s1 s2 k1 r1 a1 b1 k2 r2 a2 b1"),
     "Replace counts the day of the old run before that of the new one": locks("t1 s1 r1 a1 b2 k3 b1"),
