@@ -54,7 +54,7 @@ DEAD_LETTERS = _counter(
     "agentrun_dead_letters_total", "Runs put aside for a person: too many attempts were lost, or an effect's outcome is unknown."
 )
 CONSUMERS_RETIRED = _counter("agentrun_consumers_retired_total", "Idle consumers with nothing pending that were removed.")
-RETENTION = _counter("agentrun_retention_total", "Rows that retention removed: events, runs, ledger; and runs archived.", "what")
+RETENTION = _counter("agentrun_retention_total", "Rows that retention removed: events, runs, slots, ledger; and runs archived.", "what")
 SLOTS = _counter("agentrun_slots_total", "Slots of CronTasks that were decided here, by outcome.", "outcome")
 SLOT_DELAY = Histogram(
     "agentrun_slot_delay_seconds",
