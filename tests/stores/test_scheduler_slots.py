@@ -302,6 +302,33 @@ async def test_cr_11_after_an_outage_latest_makes_one_run_for_each_task(stage: S
     assert len(await stage.run_keys()) == 40
 
 
+async def test_cr_11_after_an_outage_no_task_starts_more_than_its_limit_and_each_in_the_order_of_its_slots(stage: Stage) -> None:
+    since = stage.before(15)
+    session = {"mode": "Fixed", "id": "all"}
+    tasks = [
+        await stage.put(since=since, name=f"task-{number}", catchUp={"mode": "All", "limit": 3}, session=session)
+        for number in range(40)
+    ]
+    await stage.tick()
+    for task in tasks:
+        assert await stage.outcomes(task) == [DEADLINE] * 11 + [LATE] * 3 + [RAN]
+    rows = await stage.pool.fetch("SELECT cron_task, array_agg(slot ORDER BY session_position) AS slots FROM runs GROUP BY 1")
+    newest = stage.time.replace(second=0)
+    assert [row["slots"] for row in rows] == [[newest - number * MINUTE for number in (3, 2, 1, 0)]] * 40
+
+
+async def test_cr_11_after_an_outage_tasks_start_in_the_order_of_their_slots(stage: Stage) -> None:
+    begun, firing = stage.time.replace(second=0), await stage.scheduler()
+    wanted = [begun + number * MINUTE for number in range(1, 41)]
+    for slot in sorted(wanted, key=lambda slot: slot.minute * 7 % 40):
+        await stage.put(since=stage.time, name=f"at-{slot:%H-%M}", schedule=f"{slot.minute} {slot.hour} * * *")
+    await firing.tick()
+    firing._ahead += 45 * MINUTE
+    await firing.tick()
+    found = await stage.pool.fetch("SELECT slot FROM runs ORDER BY array_position($1, id)", stage.heard.heads)
+    assert [row["slot"] for row in found] == wanted
+
+
 async def test_cr_12_a_tick_that_takes_long_loses_and_doubles_nothing(stage: Stage) -> None:
     task = await stage.put(since=stage.before(1))
     scheduler = await stage.scheduler()
@@ -788,6 +815,26 @@ async def test_cr_08_schedulers_started_at_once_fire_each_slot_once_and_stay_rea
         assert await scheduler.terminate() == 0
     begun = (await postgres_now(stage.pool) - since + timedelta(seconds=30)) // MINUTE
     assert set(await stage.run_keys()) <= expected(since, tasks, begun), "and no minute that has not come"
+
+
+@pytest.mark.long
+async def test_cr_08_three_schedulers_fire_five_minutes_as_they_come(
+    product: Product, stage: Stage, redis: Redis, product_processes: ProductProcesses
+) -> None:
+    since = await postgres_now(stage.pool)
+    tasks = [await stage.put(since=since, name=f"task-{number}") for number in range(10)]
+    started = await asyncio.gather(*(product_processes.scheduler(product) for _ in range(3)))
+    wanted = expected(since, tasks, 5)
+    for _ in range(6 * 60):
+        assert [(await scheduler.get("/readyz")).status_code for scheduler in started] == [200] * 3
+        await asyncio.sleep(1)
+    await eventually(lambda: all_there(stage, redis, wanted), within=30, what="each slot has its run")
+    assert set(await stage.run_keys()) <= expected(since, tasks, 7)
+    for task in tasks:
+        assert set(await stage.outcomes(task)) == {RAN}, "and each was on time"
+    for scheduler in started:
+        assert '"level": "error"' not in scheduler.log_tail(1000)
+        assert await scheduler.terminate() == 0
 
 
 @pytest.mark.parametrize("point", ["scheduler.slots.locked", "scheduler.slots.stored", "scheduler.slots.committed"])
