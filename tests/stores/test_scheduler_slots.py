@@ -37,7 +37,7 @@ from agentrun.store.cron_tasks import Schedule
 from agentrun.store.pool import Pool, create_pool
 from agentrun.store.slots import Slot
 from agentrun.store.transitions import Finish
-from agentrun.telemetry import SLOTS_WITHOUT_SUCCESS
+from agentrun.telemetry import SLOTS_FORGOTTEN, SLOTS_WITHOUT_SUCCESS
 
 MINUTE = timedelta(minutes=1)
 KEYS = Keys("default", "agent")
@@ -276,14 +276,26 @@ async def test_after_an_outage_catch_up_says_what_is_made_up_for(stage: Stage, c
 async def test_cr_06_three_days_without_a_scheduler_are_bounded_and_quick(stage: Stage) -> None:
     task = await stage.put(since=stage.before(3 * 24 * 60), historyLimit=500)
     scheduler = await stage.scheduler()
-    begun = time.monotonic()
+    begun, forgotten = time.monotonic(), SLOTS_FORGOTTEN._value.get()
     await scheduler.tick()
     assert time.monotonic() - begun < 5
     found = await stage.outcomes(task)
     assert found == [DEADLINE] * 489 + [LATE] * 10 + [RAN]
+    assert SLOTS_FORGOTTEN._value.get() - forgotten == 3 * 24 * 60 - 500, "the others are counted"
     await stage.tick(2)
     assert len(await stage.outcomes(task)) == 500, "and stays at the limit"
     assert len(await stage.run_keys()) == 13
+
+
+async def test_what_is_forgotten_after_years_is_counted_up_to_a_number(stage: Stage) -> None:
+    task = await stage.put(since=stage.before(3 * 365 * 24 * 60), historyLimit=10)
+    begun, forgotten = time.monotonic(), SLOTS_FORGOTTEN._value.get()
+    await stage.tick()
+    assert time.monotonic() - begun < 5
+    assert len(await stage.outcomes(task)) == 10
+    assert SLOTS_FORGOTTEN._value.get() - forgotten == 10_000
+    await stage.tick(1)
+    assert SLOTS_FORGOTTEN._value.get() - forgotten == 10_000
 
 
 async def test_ten_thousand_missed_slots_are_all_remembered_where_the_limit_allows_it(stage: Stage) -> None:

@@ -13,6 +13,8 @@ from agentrun.store.slots import Slot
 ON_TIME = timedelta(minutes=1)
 """A slot that is younger than this is on time; an older one was missed, and `catchUp` says what becomes of it."""
 
+MOST_FORGOTTEN = 10_000
+
 
 class CatchUp(StrEnum):
     """Which missed slots are made up for."""
@@ -53,26 +55,28 @@ class Stretch:
     suspended: bool
 
 
-def decide(stretches: Sequence[Stretch], rules: Rules, *, now: datetime, suspended: bool, busy: bool) -> list[Slot]:
+def decide(stretches: Sequence[Stretch], rules: Rules, *, now: datetime, suspended: bool, busy: bool) -> tuple[list[Slot], int]:
     """The slots that are not later than `now` with their outcomes, oldest first. Of `stretches` that overlap the newer holds.
 
-    At most as many as are remembered, the newest ones: however long nobody looked, this takes no longer. `suspended`: now, so nothing
-    starts. `busy`: a run of the task has not ended.
+    At most as many as are remembered, the newest ones; and how many older ones are forgotten, of which at most MOST_FORGOTTEN are counted:
+    however long nobody looked, this takes no longer. `suspended`: now, so nothing starts. `busy`: a run of the task has not ended.
     """
-    most = max(rules.history, rules.limit + 1)
-    due: list[datetime] = []
-    skipped: list[Slot] = []
+    all_due = _due(stretches, now)
+    remembered = list(islice(all_due, max(rules.history, rules.limit + 1)))
+    skipped = [Slot(slot, SlotOutcome.SKIPPED_SUSPENDED) for slot, then in remembered if suspended or then]
+    due = [slot for slot, then in remembered if not (suspended or then)]
+    decided = _without_overlap(list(_by_age(due, rules, now))[::-1], rules.concurrency, busy=busy)
+    return sorted((*skipped, *decided), key=lambda one: one.slot), sum(1 for _ in islice(all_due, MOST_FORGOTTEN))
+
+
+def _due(stretches: Sequence[Stretch], now: datetime) -> Iterator[tuple[datetime, bool]]:
+    """The slots that are not later than `now`, newest first, and whether the task was suspended then."""
     until = now
     for one in reversed(stretches):
         until = min(one.until, until)
-        found = islice(one.schedule.before(until, since=one.after), most - len(due) - len(skipped)) if one.after < until else ()
+        if one.after < until:
+            yield from ((slot, one.suspended) for slot in one.schedule.before(until, since=one.after))
         until = min(one.after, until)
-        if suspended or one.suspended:
-            skipped += [Slot(slot, SlotOutcome.SKIPPED_SUSPENDED) for slot in found]
-        else:
-            due += found
-    decided = _without_overlap(list(_by_age(due, rules, now))[::-1], rules.concurrency, busy=busy)
-    return sorted((*skipped, *decided), key=lambda one: one.slot)
 
 
 def _by_age(due: list[datetime], rules: Rules, now: datetime) -> Iterator[Slot]:

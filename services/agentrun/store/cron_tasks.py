@@ -133,9 +133,9 @@ WHERE known.generation < excluded.generation
 """
 # An older generation never replaces a newer one, so a writer that is late changes nothing. One that was marked as deleted and is there
 # after all goes on from its own slots_from. An edit that leaves the times as they are drops none of them; another one leaves those of
-# before to be decided, which is what `superseded` is for. A CronTask made anew under
-# the same name does not decide again what its predecessor decided, and decides what came just before it, which the predecessor did not
-# live to see. Nobody's clock but Postgres' puts slots off.
+# before to be decided, which is what `superseded` is for. A CronTask made anew under the same name does not decide again what its
+# predecessor decided, and decides what came just before it, which the predecessor did not live to see. Nobody's clock but Postgres' puts
+# slots off.
 
 
 async def replace(conn: Connection, schedules: Sequence[Schedule], *, keep: Collection[UUID] = ()) -> None:
