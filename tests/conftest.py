@@ -9,6 +9,7 @@ private_redis         a Redis of this test alone: .url, await .stop() .start() .
 private_postgres      a Postgres of this test alone, the same (its database `postgres` is empty)
 product_processes     starts `agentrun gateway|worker|scheduler`; their logs are shown when the test fails
 store_urls            the session's servers themselves
+proof                 takes a line with what a test has measured, for the end of the whole run
 """
 
 import os
@@ -19,6 +20,7 @@ import pytest
 import redis
 from fault_proxy import FaultProxy, fault_proxy
 from processes import ProductProcesses
+from proofs import proof, pytest_terminal_summary
 from store_servers import (
     POSTGRES_SETTINGS,
     REDIS_SETTINGS,
@@ -32,6 +34,8 @@ from store_servers import (
 
 from agentrun.dev.servers import Postgres, Redis
 from agentrun.dev.stores import StoreSettings, StoreUrls, stores
+
+__all__ = ["proof", "pytest_terminal_summary"]
 
 LONG = "AGENTRUN_TEST_LONG"
 PROCESSES = pytest.StashKey[ProductProcesses]()

@@ -54,8 +54,14 @@ DEAD_LETTERS = _counter(
     "agentrun_dead_letters_total", "Runs put aside for a person: too many attempts were lost, or an effect's outcome is unknown."
 )
 CONSUMERS_RETIRED = _counter("agentrun_consumers_retired_total", "Idle consumers with nothing pending that were removed.")
-RETENTION = _counter("agentrun_retention_total", "Rows that retention removed: events, runs, ledger; and runs archived.", "what")
+RETENTION = _counter(
+    "agentrun_retention_total", "Rows that retention removed: events, runs, slots, ledger; and runs archived.", "what"
+)
 SLOTS = _counter("agentrun_slots_total", "Slots of CronTasks that were decided here, by outcome.", "outcome")
+SLOTS_FORGOTTEN = _counter(
+    "agentrun_slots_forgotten_total",
+    "Missed slots of CronTasks that were older than those that are remembered, and so have no outcome; at most 10000 of each look.",
+)
 SLOT_DELAY = Histogram(
     "agentrun_slot_delay_seconds",
     "From a slot's time until its run was stored; waits by jitterSeconds come on top.",
@@ -64,7 +70,7 @@ SLOT_DELAY = Histogram(
 )
 SLOTS_WITHOUT_SUCCESS = Gauge(
     "agentrun_cron_slots_without_success",
-    "Slots of a CronTask since the newest one whose run succeeded, at most 20; each scheduler says the same.",
+    "Slots of a CronTask since its newest success ended, at most 20; each scheduler says the same.",
     ["task"],
     registry=REGISTRY,
 )

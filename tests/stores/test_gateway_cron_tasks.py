@@ -13,13 +13,17 @@ import pytest
 import pytest_asyncio
 from commands import command
 from gateway_bench import NAME, NAMESPACE, Room, gateway, shared_gateway
+from run_factory import claimed, event
 from store_servers import Databases
 
 from agentrun.dev.stores import StoreUrls
+from agentrun.domain.events import Kind
 from agentrun.domain.slots import manual_key, minute, run_key
+from agentrun.domain.states import RunStatus
 from agentrun.scheduler.loop import Firing, News
-from agentrun.store import cron_tasks, slots
+from agentrun.store import cron_tasks, slots, transitions
 from agentrun.store.cron_tasks import Schedule
+from agentrun.store.transitions import Finish
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -139,6 +143,29 @@ async def test_slots_are_listed_in_pages_newest_first(room: Room, tasks: Tasks, 
     assert [one["outcome"] for one in found] == ["ran", "late", "late", "skipped_deadline", "skipped_deadline"]
     assert [one["run_id"] is not None for one in found] == [True, True, True, False, False]
     assert found[-1]["detail"] == "missed, and more than catchUp.limit"
+
+
+async def test_slots_are_listed_with_what_has_become_of_their_runs(room: Room, tasks: Tasks, hour: datetime) -> None:
+    """What ran and failed is told from what ran well, as the CronTask's status does it."""
+    uid = await tasks.put("report", since=hour, schedule="*/10 * * * *", catchUp={"mode": "All", "limit": 2})
+    await tasks.tick(hour + timedelta(minutes=40, seconds=5) - datetime.now(UTC))
+    newest, older, *_ = await slots.history(room.pool, uid)
+    for one, status, kind in ((newest, RunStatus.FAILED, Kind.FAILED), (older, RunStatus.SUCCEEDED, Kind.COMPLETED)):
+        assert one.run_id is not None
+        epoch = (await claimed(room.pool, one.run_id)).epoch
+        last = event(0, kind, epoch=epoch, error={"type": "test"})
+        await transitions.finish(room.pool, [Finish(one.run_id, epoch, status, events=[last])])
+
+    page = (await room.get("/v1/cron-tasks/report/slots", user="root")).json()
+    assert [(one["outcome"], one["run_status"]) for one in page["slots"]] == [
+        ("ran", "failed"),
+        ("late", "succeeded"),
+        ("late", "pending"),
+        ("skipped_deadline", None),
+    ]
+    _, out, _ = await cron(room, "history", "report")
+    assert out.splitlines()[0].split() == ["SLOT", "OUTCOME", "RUN", "STATUS", "DETAIL"]
+    assert [("failed" in line, "succeeded" in line) for line in out.splitlines()[1:3]] == [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,16 @@ from uuid import UUID
 
 import pytest
 from money import books, budget, counted, ends, paid, today, wrong
-from run_factory import claimed, submission
+from run_factory import claimed, event, submission
+from waiting import eventually
 
+from agentrun.domain.events import Kind
 from agentrun.domain.follow_ups import Policy
 from agentrun.domain.states import RunStatus
 from agentrun.store import budgets, follow_ups, transitions
 from agentrun.store.budgets import Budget, Refused
 from agentrun.store.pool import Pool, create_pool
-from agentrun.store.transitions import Claim, Reason, Submission, Submitted, TakeOver
+from agentrun.store.transitions import Claim, Finish, Flush, Reason, Submission, Submitted, TakeOver
 from agentrun_operator.store_looks import ask_database
 
 
@@ -156,6 +158,39 @@ async def test_a_late_call_of_an_old_attempt_counts_in_the_attempt_that_goes_on(
     assert [row["lost"] for row in await pool.fetch("SELECT lost FROM ledger ORDER BY epoch")] == [True, True]
     await ends(pool, run, epoch=3, seq=400)
     assert await counted(pool) == (0, Decimal("0.375")) and await wrong(pool) == []
+
+
+@pytest.mark.parametrize("way", ["flush", "finish", "handed back"])
+async def test_a_late_call_in_a_group_takes_the_later_attempts_in_their_order(pool: Pool, way: str) -> None:
+    """A reaper has the later attempt of the first run and comes to the second one: the group does not hold that yet."""
+    first, second = sorted(await admit(pool, budget("1", day="10"), 2))
+    await claimed(pool, first)
+    await lost(pool, first, 1)
+    await claimed(pool, first)
+    await claimed(pool, second)
+    async with pool.acquire() as conn, conn.transaction():
+        await conn.execute("SELECT FROM attempts WHERE run_id = $1 AND epoch = 2 FOR NO KEY UPDATE", first)
+        group = asyncio.create_task(late_group(pool, way, first, second))
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        await eventually(lambda: pool.fetchval(waits), within=10, what="the group waits for the later attempt")
+        await conn.execute("SELECT FROM attempts WHERE run_id = $1 FOR NO KEY UPDATE NOWAIT", second)
+    await group
+    assert await counted(pool, "agent") == (Decimal("0.75") if way == "finish" else Decimal("1.25"), Decimal("0.75"))
+    assert await wrong(pool) == []
+
+
+async def late_group(pool: Pool, way: str, first: UUID, second: UUID) -> None:
+    """Each of two attempts, of which the first one was lost, brings a call in one group."""
+    calls = ((first, 1, [paid("0.25")]), (second, 1, [paid("0.5")]))
+    if way == "flush":
+        await transitions.flush(pool, [Flush(run, epoch, 128, ledger=rows) for run, epoch, rows in calls])
+    elif way == "finish":
+        last = {run: [event(400, Kind.COMPLETED, epoch=epoch)] for run, epoch, _ in calls}
+        wishes = [Finish(run, epoch, RunStatus.SUCCEEDED, events=last[run], ledger=rows) for run, epoch, rows in calls]
+        assert [one.ok for one in await transitions.finish(pool, wishes)] == [False, True]
+    else:
+        backs = [TakeOver(run, Reason.HANDED_BACK, epoch=epoch, last_seq=0, ledger=rows) for run, epoch, rows in calls]
+        assert [one.ok for one in await transitions.take_over(pool, backs)] == [False, True]
 
 
 async def test_a_merged_run_gives_its_reserve_to_the_one_that_takes_its_messages(pool: Pool) -> None:

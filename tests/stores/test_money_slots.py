@@ -1,5 +1,6 @@
 """CronTasks and budgets: a slot that does not fit is skipped, and no run is given up for one that is not stored."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from datetime import timedelta
@@ -10,6 +11,7 @@ from uuid import UUID, uuid4
 import pytest
 from money import books, budget, counted, paid, wrong
 from run_factory import claimed
+from waiting import eventually
 
 from agentrun.domain.slots import SlotOutcome
 from agentrun.scheduler.loop import Firing, News
@@ -92,6 +94,31 @@ async def test_a_run_is_replaced_only_by_one_that_fits(pool: Pool) -> None:
     assert await outcomes(pool, uid) == [RAN, RAN, BUDGET]
     assert await pool.fetchval("SELECT status FROM runs WHERE id = $1", second) == "running"
     assert await counted(pool) == (Decimal("0.5"), Decimal("0.75")) and await wrong(pool) == []
+
+
+async def test_replace_takes_the_counters_of_both_days_in_their_order(pool: Pool) -> None:
+    """The run that is replaced counts on a later day than the new one, as in a zone that was edited or about midnight: who holds the
+    earlier day meets no scheduler that already holds the later one, so neither waits for the other.
+    """
+    uid = await task(pool, concurrencyPolicy="Replace")
+    await tick(pool, 1, budget("1", day="5", zone="Pacific/Kiritimati"))
+    earlier, later = [
+        await pool.fetchval("SELECT (now() AT TIME ZONE $1)::date", zone) for zone in ("Etc/GMT+12", "Pacific/Kiritimati")
+    ]
+    async with pool.acquire() as conn, conn.transaction():
+        await conn.execute("SELECT agentrun_1.hold_counters($1, $2)", ["agent"], [earlier])
+        replacing = asyncio.create_task(tick(pool, 2, budget("1", day="5", zone="Etc/GMT+12")))
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        await eventually(lambda: pool.fetchval(waits), within=10, what="the scheduler waits for the earlier day")
+        held = "SELECT count(*) FROM (SELECT FROM budget_counters WHERE day = $1 FOR NO KEY UPDATE NOWAIT) c"
+        assert await conn.fetchval(held, later) == 2
+    await replacing
+    assert await outcomes(pool, uid) == [RAN, RAN]
+    assert {row["day"]: row["reserved"] for row in await pool.fetch("SELECT day, reserved FROM budget_counters")} == {
+        earlier: 1,
+        later: 0,
+    }
+    assert await wrong(pool) == []
 
 
 async def test_what_somebody_asks_for_must_fit_too_and_leaves_nothing_if_it_does_not(pool: Pool) -> None:

@@ -1,7 +1,7 @@
 """Money over the whole path: real processes against a provider that counts for itself."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from decimal import Decimal
 from pathlib import Path
 from uuid import UUID
@@ -38,7 +38,9 @@ async def none_unfinished(whole: System) -> bool:
     return await whole.pool.fetchval("SELECT count(*) FROM runs WHERE status IN ('pending', 'running')") == 0
 
 
-async def test_fifty_runs_at_once_against_a_budget_for_ten_with_a_worker_killed(whole: System) -> None:
+async def test_fifty_runs_at_once_against_a_budget_for_ten_with_a_worker_killed(
+    whole: System, proof: Callable[[str], None]
+) -> None:
     """Spent and set aside never pass the limit, over 90 % of it is used, and the others are told when to come again."""
     limited(whole)
     await asyncio.gather(whole.gateway(), whole.gateway(), whole.scheduler())
@@ -77,9 +79,9 @@ async def test_fifty_runs_at_once_against_a_budget_for_ten_with_a_worker_killed(
     over.set()
     await watching
     reserved, spent = await counted(whole.pool)
+    proof(f"of 1 USD spent {spent}; {codes.count(202)} of {len(codes)} runs admitted; {whole.provider.counts['calls']} calls")
     assert broken == [] and await wrong(whole.pool) == []
     assert reserved == 0 and Decimal("0.9") < spent <= 1
-    print(f"of 1 USD spent {spent}; 10 of 50 admitted; {whole.provider.counts['calls']} calls")
 
 
 async def test_totals_match_what_the_provider_counted_over_retries_tools_cuts_cancels_and_parallel_runs(whole: System) -> None:

@@ -384,6 +384,38 @@ async def test_a_tick_does_all_three_and_0_days_mean_for_ever(pool: Pool) -> Non
     assert [await pool.fetchval(f"SELECT count(*) FROM {table}") for table in ("runs", "ledger", "sessions")] == [0, 0, 0]
 
 
+async def test_slots_of_crontasks_that_were_deleted_long_ago_go_and_their_runs_with_them(pool: Pool) -> None:
+    """Those of others stay; the CronTask's row stays too, since reports of what was spent name it."""
+    runs: dict[str, UUID] = {}
+    for name, deleted in (("gone", "2 days"), ("lately", "2 hours"), ("live", None)):
+        task = new_id()
+        await pool.execute(
+            """INSERT INTO cron_tasks (uid, generation, spec, slots_from, deleted_at)
+               VALUES ($1, 1, jsonb_build_object('name', $2::text), now(), now() - $3::text::interval)""",
+            task,
+            name,
+            deleted,
+        )
+        runs[name] = await ended(pool, session=name, days=10)
+        await pool.execute(
+            """INSERT INTO slots (task, slot, outcome, run_id)
+               SELECT $1, '2026-01-01Z'::timestamptz + n * interval '1 hour', 'ran', CASE n WHEN 0 THEN $2::uuid END
+               FROM generate_series(0, 9) AS n""",
+            task,
+            runs[name],
+        )
+        await pool.execute("UPDATE runs SET cron_task = $1, slot = '2026-01-01Z' WHERE id = $2", task, runs[name])
+
+    await Retention(pool, Ages(HOUR, 0, 0)).tick()
+    assert await pool.fetchval("SELECT count(*) FROM slots") == 30, "0 days: for ever"
+    assert [await retention.delete_slots(pool, age_seconds=DAY, rows=6) for _ in range(3)] == [6, 4, 0]
+    await Retention(pool, Ages(HOUR, 1, 0)).tick()
+    names = await pool.fetch("SELECT spec ->> 'name', count(*) FROM slots JOIN cron_tasks ON uid = task GROUP BY 1 ORDER BY 1")
+    assert [tuple(row) for row in names] == [("lately", 10), ("live", 10)]
+    assert {row["id"] for row in await pool.fetch("SELECT id FROM runs")} == {runs["lately"], runs["live"]}
+    assert await pool.fetchval("SELECT count(*) FROM cron_tasks") == 3
+
+
 async def test_a_pass_goes_on_behind_runs_that_stay(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrun.maintenance.retention.RUNS", 2)
     for number in range(7):

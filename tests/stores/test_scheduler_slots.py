@@ -37,7 +37,7 @@ from agentrun.store.cron_tasks import Schedule
 from agentrun.store.pool import Pool, create_pool
 from agentrun.store.slots import Slot
 from agentrun.store.transitions import Finish
-from agentrun.telemetry import SLOTS_WITHOUT_SUCCESS
+from agentrun.telemetry import SLOTS_FORGOTTEN, SLOTS_WITHOUT_SUCCESS
 
 MINUTE = timedelta(minutes=1)
 KEYS = Keys("default", "agent")
@@ -276,14 +276,26 @@ async def test_after_an_outage_catch_up_says_what_is_made_up_for(stage: Stage, c
 async def test_cr_06_three_days_without_a_scheduler_are_bounded_and_quick(stage: Stage) -> None:
     task = await stage.put(since=stage.before(3 * 24 * 60), historyLimit=500)
     scheduler = await stage.scheduler()
-    begun = time.monotonic()
+    begun, forgotten = time.monotonic(), SLOTS_FORGOTTEN._value.get()
     await scheduler.tick()
     assert time.monotonic() - begun < 5
     found = await stage.outcomes(task)
     assert found == [DEADLINE] * 489 + [LATE] * 10 + [RAN]
+    assert SLOTS_FORGOTTEN._value.get() - forgotten == 3 * 24 * 60 - 500, "the others are counted"
     await stage.tick(2)
     assert len(await stage.outcomes(task)) == 500, "and stays at the limit"
     assert len(await stage.run_keys()) == 13
+
+
+async def test_what_is_forgotten_after_years_is_counted_up_to_a_number(stage: Stage) -> None:
+    task = await stage.put(since=stage.before(3 * 365 * 24 * 60), historyLimit=10)
+    begun, forgotten = time.monotonic(), SLOTS_FORGOTTEN._value.get()
+    await stage.tick()
+    assert time.monotonic() - begun < 5
+    assert len(await stage.outcomes(task)) == 10
+    assert SLOTS_FORGOTTEN._value.get() - forgotten == 10_000
+    await stage.tick(1)
+    assert SLOTS_FORGOTTEN._value.get() - forgotten == 10_000
 
 
 async def test_ten_thousand_missed_slots_are_all_remembered_where_the_limit_allows_it(stage: Stage) -> None:
@@ -300,6 +312,33 @@ async def test_cr_11_after_an_outage_latest_makes_one_run_for_each_task(stage: S
         await stage.put(since=since, name=f"task-{number}", catchUp={"mode": "Latest"})
     await stage.tick()
     assert len(await stage.run_keys()) == 40
+
+
+async def test_cr_11_after_an_outage_no_task_starts_more_than_its_limit_and_each_in_the_order_of_its_slots(stage: Stage) -> None:
+    since = stage.before(15)
+    session = {"mode": "Fixed", "id": "all"}
+    tasks = [
+        await stage.put(since=since, name=f"task-{number}", catchUp={"mode": "All", "limit": 3}, session=session)
+        for number in range(40)
+    ]
+    await stage.tick()
+    for task in tasks:
+        assert await stage.outcomes(task) == [DEADLINE] * 11 + [LATE] * 3 + [RAN]
+    rows = await stage.pool.fetch("SELECT cron_task, array_agg(slot ORDER BY session_position) AS slots FROM runs GROUP BY 1")
+    newest = stage.time.replace(second=0)
+    assert [row["slots"] for row in rows] == [[newest - number * MINUTE for number in (3, 2, 1, 0)]] * 40
+
+
+async def test_cr_11_after_an_outage_tasks_start_in_the_order_of_their_slots(stage: Stage) -> None:
+    begun, firing = stage.time.replace(second=0), await stage.scheduler()
+    wanted = [begun + number * MINUTE for number in range(1, 41)]
+    for slot in sorted(wanted, key=lambda slot: slot.minute * 7 % 40):
+        await stage.put(since=stage.time, name=f"at-{slot:%H-%M}", schedule=f"{slot.minute} {slot.hour} * * *")
+    await firing.tick()
+    firing._ahead += 45 * MINUTE
+    await firing.tick()
+    found = await stage.pool.fetch("SELECT slot FROM runs ORDER BY array_position($1, id)", stage.heard.heads)
+    assert [row["slot"] for row in found] == wanted
 
 
 async def test_cr_12_a_tick_that_takes_long_loses_and_doubles_nothing(stage: Stage) -> None:
@@ -412,6 +451,47 @@ async def test_an_edit_of_the_times_counts_no_old_slot_as_missed(stage: Stage) -
     assert len(await stage.run_keys()) == 2
 
 
+async def test_an_edit_of_the_times_leaves_slots_of_before_that_nobody_has_decided(stage: Stage) -> None:
+    """Four edits while no scheduler was there; each slot belongs to the times that held then, the rest of the spec is the newest."""
+    task = await stage.put(since=stage.before(12), schedule="* * * * *")
+    await stage.put(task, since=stage.before(9), schedule="* * * * *", suspend=True)
+    await stage.put(task, since=stage.before(7), schedule="0 0 1 1 *")
+    await stage.put(task, since=stage.before(5), schedule="* * * * *", catchUp={"mode": "All", "limit": 4}, input="anew")
+    await stage.put(task, since=stage.time, schedule="* * * * *", catchUp={"mode": "All", "limit": 4}, input="newest")
+    await stage.tick()
+    # 3 of the first times, 2 while suspended, none of the third, 5 of the last, of which 4 are made up for or on time
+    assert await stage.outcomes(task) == [DEADLINE] * 3 + [SUSPENDED] * 2 + [LATE] * 4 + [RAN]
+    inputs = await stage.pool.fetch("SELECT content #>> '{}' FROM inputs")
+    assert [row[0] for row in inputs] == ["newest"] * 5
+    assert await stage.pool.fetchval("SELECT spec ? 'superseded' FROM cron_tasks") is False, "what is decided is forgotten"
+    await stage.tick()
+    assert len(await stage.run_keys()) == 5
+
+
+async def test_slots_of_before_do_not_start_once_the_task_is_suspended(stage: Stage) -> None:
+    task = await stage.put(since=stage.before(3))
+    await stage.put(task, since=stage.before(1), suspend=True)
+    await stage.tick()
+    assert await stage.outcomes(task) == [SUSPENDED] * 3
+    assert await stage.run_keys() == {}
+
+
+async def test_times_of_before_that_cannot_be_followed_hold_up_nothing(stage: Stage) -> None:
+    task = await stage.put(since=stage.before(3), schedule="never")
+    await stage.put(task, since=stage.before(1))
+    await stage.tick()
+    assert await stage.outcomes(task) == [RAN]
+
+
+async def test_edits_while_nobody_decides_are_remembered_up_to_a_number(stage: Stage) -> None:
+    task = await stage.put(since=stage.before(70))
+    for minutes in range(60, 0, -1):
+        await stage.put(task, since=stage.before(minutes), schedule="* * * * *" if minutes % 2 else "*/1 * * * *")
+    assert await stage.pool.fetchval("SELECT jsonb_array_length(spec -> 'superseded') FROM cron_tasks") == 50
+    await stage.tick()
+    assert len(await stage.outcomes(task)) == 50 + 1
+
+
 async def test_an_edit_of_the_input_loses_no_slot(stage: Stage) -> None:
     since = stage.before(2)
     task = await stage.put(since=since)
@@ -458,6 +538,45 @@ async def test_cr_20_made_anew_under_its_name_it_neither_repeats_nor_loses_a_slo
     await stage.tick(1)
     assert [one.slot for one in await stage.started(new)] == [done[-1] + MINUTE]
     assert len(await stage.started(other)) == 5, "another name is another task"
+
+
+async def test_cr_20_a_slot_between_the_deletion_and_a_new_task_is_not_lost(stage: Stage) -> None:
+    """The slot has come, no scheduler has looked, the task is made anew: its time of creation has whole seconds, so it is the slot's."""
+    old = await stage.put(since=stage.before(3), schedule="* * * * *")
+    await stage.tick()
+    del stage.tasks[old]
+    slot = stage.time + MINUTE / 2
+    new = await stage.put(since=slot, schedule="* * * * *")
+    await stage.tick(1)
+    assert [one.slot for one in await stage.started(new)] == [slot]
+    await stage.put(new, since=slot + MINUTE / 2, schedule="*/1 * * * *")
+    await stage.tick(1)
+    assert len(await stage.run_keys()) == 4, "an edit soon after repeats nothing"
+
+
+@pytest.mark.parametrize(
+    ("other", "takes_over"),
+    [
+        ({}, True),
+        ({"schedule": "1-59 * * * *"}, False),
+        ({"timeZone": "Asia/Tokyo"}, False),
+        ({"suspend": True}, False),
+        ({"name": "another"}, False),
+        ({"deleted": -2}, False),
+    ],
+)
+async def test_cr_20_a_new_task_takes_over_only_what_its_predecessor_would_have_run(
+    stage: Stage, other: dict[str, Any], takes_over: bool
+) -> None:
+    spec = {"schedule": "* * * * *", "deleted": 0, **other}
+    deleted = stage.time + spec.pop("deleted") * MINUTE
+    old = await stage.put(since=stage.before(3), **spec)
+    del stage.tasks[old]
+    await stage.write()
+    await stage.pool.execute("UPDATE cron_tasks SET deleted_at = $1", deleted)
+    new = await stage.put(since=stage.time, schedule="* * * * *")
+    (row,) = [row for row in await cron_tasks.all_of(stage.pool) if row.schedule.uid == new]
+    assert row.schedule.slots_from == stage.time - (MINUTE if takes_over else timedelta())
 
 
 async def test_cr_20_a_deletion_waits_for_who_decides_and_the_successor_sees_it(stage: Stage, pool: Pool) -> None:
@@ -591,6 +710,11 @@ async def without_success(stage: Stage, *, suspended: bool = False) -> dict[str,
     return {sample.labels["task"]: sample.value for metric in SLOTS_WITHOUT_SUCCESS.collect() for sample in metric.samples}
 
 
+async def ended(stage: Stage, run_id: UUID, moment: datetime) -> None:
+    """As if it had ended then."""
+    await stage.pool.execute("UPDATE runs SET finished_at = $2 WHERE id = $1", run_id, moment)
+
+
 def just_passed(now: datetime, count: int) -> str:
     """A schedule of the newest minutes that have passed, and of none that come in the next half an hour."""
     return f"{','.join(str((now - number * MINUTE).minute) for number in range(count))} * * * *"
@@ -608,6 +732,7 @@ async def test_slots_since_the_newest_success_are_counted(stage: Stage) -> None:
     assert first.run_id is not None and second.run_id is not None
     await stage.end(first.run_id, RunStatus.FAILED)
     await stage.end(second.run_id)
+    await ended(stage, second.run_id, second.slot + MINUTE / 2)
     assert await without_success(stage) == {"report": 2, "quiet": 0}
 
 
@@ -622,18 +747,37 @@ async def test_slots_without_a_run_or_a_decision_count_and_no_more_than_the_metr
     assert (await without_success(stage))["report"] <= 1, "another schedule begins anew"
 
 
-async def test_what_is_suspended_deleted_or_unreadable_has_no_slots_without_success(stage: Stage) -> None:
+async def test_runs_that_take_longer_than_a_period_are_no_lapse_if_they_succeed(stage: Stage) -> None:
+    """Each minute's run takes five: what counts is when a success came, not of which slot it was."""
+    stage.time = await postgres_now(stage.pool)
+    task = await stage.put(since=stage.time - 9 * MINUTE, schedule=just_passed(stage.time, 9))
+    await stage.tick()
+    started = await stage.started(task)
+    for one in started[:-6]:
+        assert one.run_id is not None
+        await stage.end(one.run_id)
+        await ended(stage, one.run_id, one.slot + 5 * MINUTE)
+    assert await without_success(stage) == {"report": 1}, "the newest success came with the slot before the newest"
+    last = started[-1].run_id
+    assert last is not None
+    await stage.end(last)
+    assert await without_success(stage) == {"report": 0}
+
+
+async def test_what_is_suspended_or_deleted_has_no_slots_without_success_and_what_nobody_can_follow_has_the_most(
+    stage: Stage,
+) -> None:
     stage.time = await postgres_now(stage.pool)
     since = stage.time - 5 * MINUTE
     task = await stage.put(since=since, suspend=True)
     gone = await stage.put(since=since, name="gone", schedule=just_passed(stage.time, 5))
     await stage.put(since=since, name="odd", schedule="nonsense")
     await stage.tick()
-    assert await without_success(stage) == {"gone": 5, "odd": 0}
+    assert await without_success(stage) == {"gone": 5, "odd": 20}
     assert await without_success(stage, suspended=True) == {}
     del stage.tasks[gone]
     await stage.put(task, since=stage.time, suspend=False)
-    assert {name: count for name, count in (await without_success(stage)).items() if count > 1} == {}
+    assert {name: count for name, count in (await without_success(stage)).items() if count > 1} == {"odd": 20}
     assert "gone" not in await without_success(stage)
 
 
@@ -683,6 +827,26 @@ async def test_cr_08_schedulers_started_at_once_fire_each_slot_once_and_stay_rea
         assert await scheduler.terminate() == 0
     begun = (await postgres_now(stage.pool) - since + timedelta(seconds=30)) // MINUTE
     assert set(await stage.run_keys()) <= expected(since, tasks, begun), "and no minute that has not come"
+
+
+@pytest.mark.long
+async def test_cr_08_three_schedulers_fire_five_minutes_as_they_come(
+    product: Product, stage: Stage, redis: Redis, product_processes: ProductProcesses
+) -> None:
+    since = await postgres_now(stage.pool)
+    tasks = [await stage.put(since=since, name=f"task-{number}") for number in range(10)]
+    started = await asyncio.gather(*(product_processes.scheduler(product) for _ in range(3)))
+    wanted = expected(since, tasks, 5)
+    for _ in range(6 * 60):
+        assert [(await scheduler.get("/readyz")).status_code for scheduler in started] == [200] * 3
+        await asyncio.sleep(1)
+    await eventually(lambda: all_there(stage, redis, wanted), within=30, what="each slot has its run")
+    assert set(await stage.run_keys()) <= expected(since, tasks, 7)
+    for task in tasks:
+        assert set(await stage.outcomes(task)) == {RAN}, "and each was on time"
+    for scheduler in started:
+        assert '"level": "error"' not in scheduler.log_tail(1000)
+        assert await scheduler.terminate() == 0
 
 
 @pytest.mark.parametrize("point", ["scheduler.slots.locked", "scheduler.slots.stored", "scheduler.slots.committed"])

@@ -153,6 +153,48 @@ def test_audio_is_charged_at_its_own_price_where_there_is_one() -> None:
     assert cost(usage) > cost(plain)
 
 
+def heard(model: str, provider: str, **counts: int) -> Decimal:
+    """In micro-dollars."""
+    return cost(Usage(model=model, provider=provider, **counts)) * 1_000_000
+
+
+def test_co_03_audio_above_its_total_raises_the_total_rather_than_being_priced_as_text() -> None:
+    assert heard("gemini-2.5-flash", "google", input_tokens=1000, audio_input_tokens=1000) == 1000
+    assert heard("gemini-2.5-flash", "google", input_tokens=999, audio_input_tokens=1000) == 1000
+    assert heard("gpt-realtime", "openai", output_tokens=1000, audio_output_tokens=900) == 900 * 64 + 100 * 16
+    assert heard("gpt-realtime", "openai", output_tokens=1000, audio_output_tokens=1001) == 1001 * 64
+    assert heard("gpt-realtime", "openai", output_tokens=100, reasoning_tokens=60, audio_output_tokens=50) == 60 * 16 + 50 * 64
+
+
+def test_co_03_audio_that_may_be_cached_costs_the_most_that_it_can() -> None:
+    """How much of the cached input was audio is not told: at least 300 of these, if the others are all text."""
+    counts = {"input_tokens": 1000, "audio_input_tokens": 800, "cached_tokens": 500}
+    assert heard("gemini-2.5-flash", "google", **counts) == 500 + 300 * Decimal("0.1") + 200 * Decimal("0.03")
+    assert heard("gpt-realtime", "openai", **counts) == 500 * 32 + 500 * Decimal("0.4")
+
+
+def test_co_03_audio_without_a_price_of_its_own_makes_the_call_unpriced() -> None:
+    for counts in ({"audio_input_tokens": 1}, {"audio_output_tokens": 1}):
+        assert price(Usage("gpt-4o-audio-preview", "openai", input_tokens=10, output_tokens=10, **counts), NOW) == UNKNOWN
+    assert price(Usage("gemini-2.5-flash", "google", input_tokens=1, output_tokens=9, audio_output_tokens=9), NOW) == UNKNOWN
+
+
+def test_co_03_a_price_of_ones_own_holds_for_audio_too() -> None:
+    usage = Usage("m", input_tokens=10, audio_input_tokens=20, output_tokens=1, audio_output_tokens=3)
+    assert cost(usage, overrides=rates("1000000", "100000000")) == 320
+
+
+SPOKEN = ("gpt-realtime", "openai"), ("gemini-2.5-flash", "google"), ("amazon.nova-sonic-v1:0", "aws"), ("gpt-4o", "openai")
+
+
+@given(st.sampled_from(SPOKEN), st.fixed_dictionaries({name: st.integers(0, 20) for name in COUNTS}))
+def test_co_03_audio_never_makes_a_call_cheaper(model: tuple[str, str], counts: dict[str, int]) -> None:
+    found = price(Usage(*model, **counts), NOW)
+    silent = price(Usage(*model, **{**counts, "audio_input_tokens": 0, "audio_output_tokens": 0}), NOW)
+    assert found == UNKNOWN or (found.cost_usd is not None and found.cost_usd >= (silent.cost_usd or 0))
+    assert found != UNKNOWN or counts["audio_input_tokens"] or counts["audio_output_tokens"]
+
+
 def test_a_demo_model_has_a_fixed_pretend_price_labelled_so() -> None:
     usage = Usage(model="demo:chat", provider="demo", input_tokens=1_000_000, output_tokens=1_000_000)
     found = price(usage, NOW)
@@ -192,4 +234,4 @@ def test_whatever_a_provider_counts_the_price_is_no_error_and_not_negative(count
     usage = Usage("claude-sonnet-4-5", "anthropic", **counts).counted()
     found = price(usage, NOW)
     assert found == UNKNOWN or (found.cost_usd is not None and found.cost_usd >= 0)
-    assert found != UNKNOWN or not usage.measured
+    assert found != UNKNOWN or not usage.measured or usage.audio_input_tokens or usage.audio_output_tokens

@@ -67,8 +67,11 @@ def history(
     if as_json:
         print_json(found)
         return
-    rows = [(when(one["slot"]), one["outcome"], one["run_id"] or "", one["detail"] or "") for one in found]
-    print_table(("SLOT", "OUTCOME", "RUN", "DETAIL"), rows)
+    rows = [
+        (when(one["slot"]), one["outcome"], one["run_id"] or "", one.get("run_status") or "", one["detail"] or "")
+        for one in found
+    ]
+    print_table(("SLOT", "OUTCOME", "RUN", "STATUS", "DETAIL"), rows)
 
 
 @app.command()

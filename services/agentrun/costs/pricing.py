@@ -2,14 +2,16 @@
 
 All arithmetic is in exact decimals. A model without a price has none: `cost_usd` is None, never 0 and never a guess. Nor has a call of
 which nothing was measured and nothing could be estimated. Prices of one's own (`overrides`) win over the table, each from its day on.
+Where nobody tells which of a call's tokens have which price, it costs the most that it can.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from importlib.metadata import version
+from itertools import permutations
 
 from genai_prices import calc_price
 from genai_prices.types import ModelPrice
@@ -27,7 +29,7 @@ _REGION = re.compile(r"^(us|eu|apac|ap|global|us-gov|jp|au|ca)\.")
 class Rates:
     """Prices in USD per million tokens, for calls from the day `since` (UTC) on. Zero is a price.
 
-    Without a price of their own, cached and cache-write tokens cost what input costs.
+    Without a price of their own, cached and cache-write tokens cost what input costs. Audio costs what text costs.
     """
 
     input: Decimal
@@ -86,48 +88,71 @@ def _by_rates(usage: Usage, rates: Rates, price_id: str) -> Price:
         cache_read_mtok=rates.cached,
         cache_write_mtok=rates.cache_write,
     )
-    return Price(prices.calc_price(_priced(usage, audio=False))["total_price"], price_id)
+    return Price(prices.calc_price(PricedUsage(**_totals(usage)))["total_price"], price_id)
 
 
 def _by_table(usage: Usage, at: datetime) -> Price:
-    for audio in (True, False):  # not every table can place audio tokens; they are input and output anyway
-        try:
-            found = calc_price(
-                _priced(usage, audio=audio),
-                usage.model,
-                provider_id=usage.provider or None,
-                genai_request_timestamp=at,
-            )
-        except LookupError:
-            return UNKNOWN
-        except ValueError:
-            continue
-        if _is_unpriced(usage, found.model_price, found.model.id):
-            return UNKNOWN
-        return Price(found.total_price, f"{_TABLE}/{found.provider.id}/{found.model.id}")
-    return UNKNOWN
+    try:
+        found = [
+            calc_price(counts, usage.model, provider_id=usage.provider or None, genai_request_timestamp=at)
+            for counts in _possible(usage)
+        ]
+    except (LookupError, ValueError):
+        return UNKNOWN
+    dearest = max(found, key=lambda one: one.total_price)
+    if _is_unpriced(usage, dearest.model_price, dearest.model.id):
+        return UNKNOWN
+    return Price(dearest.total_price, f"{_TABLE}/{dearest.provider.id}/{dearest.model.id}")
 
 
 def _is_unpriced(usage: Usage, prices: ModelPrice, model: str) -> bool:
     """Whether tokens of the call have no price in an entry that exists; a model that says it is free costs 0."""
     if model.endswith(":free"):
         return False
-    return bool((usage.input_tokens and prices.input_mtok is None) or (usage.output_tokens and prices.output_mtok is None))
+    return any(
+        count > 0 and rate is None
+        for count, rate in (
+            (usage.input_tokens, prices.input_mtok),
+            (usage.output_tokens, prices.output_mtok),
+            (usage.audio_input_tokens, prices.input_audio_mtok),
+            (usage.audio_output_tokens, prices.output_audio_mtok),
+        )
+    )
 
 
-def _priced(usage: Usage, *, audio: bool) -> PricedUsage:
+def _totals(usage: Usage) -> dict[str, int]:
     """The counts as totals with their parts. Parts above their total raise the total, so that nothing is counted negative."""
     cached, written = max(usage.cached_tokens, 0), max(usage.cache_write_tokens, 0)
-    counts = {
-        "input_tokens": max(usage.input_tokens, cached + written, 0),
-        "cache_read_tokens": cached or None,
-        "cache_write_tokens": written or None,
-        "output_tokens": max(usage.output_tokens, usage.reasoning_tokens, 0),
+    return {
+        "input_tokens": max(usage.input_tokens, cached + written, usage.audio_input_tokens, 0),
+        "cache_read_tokens": cached,
+        "cache_write_tokens": written,
+        "output_tokens": max(usage.output_tokens, max(usage.reasoning_tokens, 0) + max(usage.audio_output_tokens, 0)),
     }
-    if audio:
-        counts["input_audio_tokens"] = usage.audio_input_tokens or None
-        counts["output_audio_tokens"] = usage.audio_output_tokens or None
-    return PricedUsage(**counts)
+
+
+def _possible(usage: Usage) -> Iterator[PricedUsage]:
+    """What may have been used, with audio: nobody tells how much of it was read from the cache or written to it. Among these are the
+    dearest and the cheapest case: audio fills the cached, the written and the other input in each order.
+    """
+    totals = _totals(usage)
+    heard, spoken = max(usage.audio_input_tokens, 0), max(usage.audio_output_tokens, 0)
+    cached, written = totals["cache_read_tokens"], totals["cache_write_tokens"]
+    places = {
+        "cache_audio_read_tokens": cached,
+        "cache_audio_write_tokens": written,
+        "": totals["input_tokens"] - cached - written,
+    }
+    cases: set[tuple[int, int]] = set()
+    for order in permutations(places):
+        left, filled = heard, dict.fromkeys(places, 0)
+        for place in order:
+            filled[place] = min(left, places[place])
+            left -= filled[place]
+        cases.add((filled["cache_audio_read_tokens"], filled["cache_audio_write_tokens"]))
+    for read, write in sorted(cases):
+        audio = {"input_audio_tokens": heard, "cache_audio_read_tokens": read, "cache_audio_write_tokens": write}
+        yield PricedUsage(**totals, **audio, output_audio_tokens=spoken)
 
 
 def _names(usage: Usage) -> list[str]:

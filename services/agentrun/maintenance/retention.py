@@ -47,7 +47,7 @@ class Retention:
         until = time.monotonic() + TICK_SECONDS
         work: list[Callable[[], Awaitable[bool]]] = [self._archive]
         if self._ages.run_days:
-            work.append(self._delete_runs)
+            work += [self._delete_slots, self._delete_runs]
         if self._ages.ledger_days:
             work.append(self._delete_ledger)
         for one in work:
@@ -58,6 +58,11 @@ class Retention:
         RETENTION.labels("events").inc(done.events)
         RETENTION.labels("archived").inc(done.runs)
         return done.events > 0 or done.runs > 0
+
+    async def _delete_slots(self) -> bool:
+        gone = await retention.delete_slots(self._pool, age_seconds=self._ages.run_days * DAY_SECONDS, rows=ROWS)
+        RETENTION.labels("slots").inc(gone)
+        return gone > 0
 
     async def _delete_runs(self) -> bool:
         age = self._ages.run_days * DAY_SECONDS

@@ -6,7 +6,7 @@ the commit leaves nothing, one after it leaves runs that the sweep publishes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Protocol
 from uuid import UUID
@@ -20,7 +20,7 @@ from agentrun.domain.errors import AgentrunError, StoreUnavailable
 from agentrun.domain.slots import STARTED, SlotOutcome
 from agentrun.domain.states import RunStatus
 from agentrun.schedules import tasks
-from agentrun.schedules.decision import Concurrency, decide
+from agentrun.schedules.decision import Concurrency, Stretch, decide
 from agentrun.schedules.starting import Owner, start_slots
 from agentrun.schedules.tasks import Task
 from agentrun.store import cron_tasks
@@ -31,7 +31,7 @@ from agentrun.store.ids import new_id
 from agentrun.store.pool import Connection, Pool, unavailable
 from agentrun.store.slots import Slot, Started
 from agentrun.store.transitions import Reason, Submitted, TakenOver
-from agentrun.telemetry import BUDGET_REFUSALS, RUNS_FINISHED, SLOT_DELAY, SLOTS, TAKEOVERS
+from agentrun.telemetry import BUDGET_REFUSALS, RUNS_FINISHED, SLOT_DELAY, SLOTS, SLOTS_FORGOTTEN, TAKEOVERS
 
 _REFUSED = (asyncpg.PostgresError, asyncpg.InterfaceError)
 """What `unavailable` lets through: errors about values."""
@@ -117,11 +117,12 @@ class Firing:
                 if locked is None:
                     return news
                 await failpoints.hit("scheduler.slots.locked")
-                decided = await self._decide(conn, locked, news)
+                decided, forgotten = await self._decide(conn, locked, news)
                 await failpoints.hit("scheduler.slots.stored")
         await failpoints.hit("scheduler.slots.committed")
         self._broken.discard(uid)
         now = locked.now + self._ahead
+        SLOTS_FORGOTTEN.inc(forgotten)
         for one in decided:
             SLOTS.labels(one.outcome.value).inc()
             if one.outcome is SlotOutcome.SKIPPED_BUDGET:
@@ -133,14 +134,17 @@ class Firing:
             RUNS_FINISHED.labels(RunStatus.CANCELLED.value).inc(len(news.cancelled))
         return news
 
-    async def _decide(self, conn: Connection, locked: Locked, news: News) -> list[Slot]:
-        """Everything of the transaction: slots, runs, and how far the task is decided."""
+    async def _decide(self, conn: Connection, locked: Locked, news: News) -> tuple[list[Slot], int]:
+        """Everything of the transaction: slots, runs, and how far the task is decided. Answers what is new, and how many are forgotten."""
         uid, now = locked.schedule.uid, locked.now + self._ahead
         task = tasks.read(locked.schedule.spec)
         when = task.when(namespace=self._namespace)
         after = max(filter(None, (locked.schedule.slots_from, locked.decided_through)))
         active = [] if task.concurrency_policy is Concurrency.ALLOW else await table.unfinished(conn, uid)
-        decided = decide(when, task.rules, after=after, now=now, suspended=self._suspended or task.suspend, busy=bool(active))
+        earlier = task.before(namespace=self._namespace)
+        stretches = [replace(one, after=max(filter(None, (one.after, locked.decided_through)))) for one in earlier]
+        stretches.append(Stretch(when, after, now, task.suspend))
+        decided, forgotten = decide(stretches, task.rules, now=now, suspended=self._suspended or task.suspend, busy=bool(active))
         newest = max((one.slot for one in decided), default=None)
         if decided:
             new = await table.record(conn, uid, decided)
@@ -154,8 +158,9 @@ class Firing:
                     decided = [Slot(one.slot, outcome) if one.slot in skipped else one for one in decided]
                     await table.fail(conn, uid, skipped, why, outcome)
             await table.prune(conn, uid, keep=task.history_limit)
-        await cron_tasks.note(conn, locked, decided_through=newest, next_slot=when.next(max(now, after)))
-        return decided
+        settled = all(one.until <= now for one in earlier)
+        await cron_tasks.note(conn, locked, decided_through=newest, next_slot=when.next(max(now, after)), settled=settled)
+        return decided, forgotten
 
     async def _start(
         self, conn: Connection, owner: Owner, starting: Sequence[datetime], replaced: Sequence[UUID], news: News

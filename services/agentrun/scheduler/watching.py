@@ -1,4 +1,4 @@
-"""Counts for each CronTask the slots that it has had since its newest success, for the alert AgentrunCronTaskWithoutSuccess."""
+"""Counts for each CronTask the slots that it has had since its newest success ended, for the alert AgentrunCronTaskWithoutSuccess."""
 
 from itertools import islice
 
@@ -30,9 +30,11 @@ class Watching:
             SLOTS_WITHOUT_SUCCESS.labels(name).set(count)
 
     def _undecided(self, one: Lapse) -> int:
-        """Slots that are due and that no scheduler has decided: also a CronTask that nobody can decide has no success."""
+        """Slots that are due and that no scheduler has decided: also a CronTask that nobody can decide has no success. Of one that
+        cannot be read nobody knows how many, so it has the most.
+        """
         try:
             schedule = tasks.read(one.spec).when(namespace=self._namespace)
         except (msgspec.ValidationError, msgspec.DecodeError, CronError):
-            return 0
-        return len(list(islice(schedule.before(one.now, since=one.decided_through), MOST_COUNTED)))
+            return MOST_COUNTED
+        return len(list(islice(schedule.before(one.now, since=one.counted_through), MOST_COUNTED)))

@@ -1,6 +1,6 @@
 """What becomes of the slots of one CronTask that are due. Pure: time and facts are arguments."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -12,6 +12,8 @@ from agentrun.store.slots import Slot
 
 ON_TIME = timedelta(minutes=1)
 """A slot that is younger than this is on time; an older one was missed, and `catchUp` says what becomes of it."""
+
+MOST_FORGOTTEN = 10_000
 
 
 class CatchUp(StrEnum):
@@ -43,17 +45,38 @@ class Rules:
     history: int
 
 
-def decide(schedule: Schedule, rules: Rules, *, after: datetime, now: datetime, suspended: bool, busy: bool) -> list[Slot]:
-    """The slots later than `after` and not later than `now` with their outcomes, oldest first.
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The times of a CronTask between two edits: slots later than `after` and not later than `until`."""
 
-    At most as many as are remembered, the newest ones: however long nobody looked, this takes no longer. `busy`: a run of the task has
-    not ended.
+    schedule: Schedule
+    after: datetime
+    until: datetime
+    suspended: bool
+
+
+def decide(stretches: Sequence[Stretch], rules: Rules, *, now: datetime, suspended: bool, busy: bool) -> tuple[list[Slot], int]:
+    """The slots that are not later than `now` with their outcomes, oldest first. Of `stretches` that overlap the newer holds.
+
+    At most as many as are remembered, the newest ones; and how many older ones are forgotten, of which at most MOST_FORGOTTEN are counted:
+    however long nobody looked, this takes no longer. `suspended`: now, so nothing starts. `busy`: a run of the task has not ended.
     """
-    most = max(rules.history, rules.limit + 1)
-    due = list(islice(schedule.before(now, since=after), most))
-    if suspended:
-        return [Slot(slot, SlotOutcome.SKIPPED_SUSPENDED) for slot in reversed(due)]
-    return _without_overlap(list(_by_age(due, rules, now))[::-1], rules.concurrency, busy=busy)
+    all_due = _due(stretches, now)
+    remembered = list(islice(all_due, max(rules.history, rules.limit + 1)))
+    skipped = [Slot(slot, SlotOutcome.SKIPPED_SUSPENDED) for slot, then in remembered if suspended or then]
+    due = [slot for slot, then in remembered if not (suspended or then)]
+    decided = _without_overlap(list(_by_age(due, rules, now))[::-1], rules.concurrency, busy=busy)
+    return sorted((*skipped, *decided), key=lambda one: one.slot), sum(1 for _ in islice(all_due, MOST_FORGOTTEN))
+
+
+def _due(stretches: Sequence[Stretch], now: datetime) -> Iterator[tuple[datetime, bool]]:
+    """The slots that are not later than `now`, newest first, and whether the task was suspended then."""
+    until = now
+    for one in reversed(stretches):
+        until = min(one.until, until)
+        if one.after < until:
+            yield from ((slot, one.suspended) for slot in one.schedule.before(until, since=one.after))
+        until = min(one.after, until)
 
 
 def _by_age(due: list[datetime], rules: Rules, now: datetime) -> Iterator[Slot]:

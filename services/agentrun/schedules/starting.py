@@ -39,6 +39,8 @@ async def start_slots(
     cancelled: list[TakenOver] = []
     if replaced:
         await transitions.hold_sessions(conn, group, replaced)
+        if owner.budget is not None:
+            await transitions.hold_replaced(conn, replaced, slots.user(owner.task.name), owner.budget)
         taken = await transitions.take_over(conn, [TakeOver(run_id, Reason.CANCELLED) for run_id in replaced])
         cancelled = [one for one in taken if one.ok]
     found = await _submit(conn, owner, group)

@@ -1,12 +1,13 @@
 """A CronTask as its row has it, made ready to be decided. Fields that an older writer did not know have their defaults."""
 
-from datetime import timedelta
+from contextlib import suppress
+from datetime import datetime, timedelta
 
 import msgspec
 
 from agentrun.domain import cron
-from agentrun.domain.cron import Schedule
-from agentrun.schedules.decision import CatchUp, Concurrency, Rules
+from agentrun.domain.cron import CronError, Schedule
+from agentrun.schedules.decision import CatchUp, Concurrency, Rules, Stretch
 
 
 class _Session(msgspec.Struct, rename="camel", frozen=True):
@@ -17,6 +18,16 @@ class _Session(msgspec.Struct, rename="camel", frozen=True):
 class _CatchUp(msgspec.Struct, rename="camel", frozen=True):
     mode: CatchUp = CatchUp.ALL
     limit: int = 10
+
+
+class _Superseded(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
+    """Times that an edit replaced: they hold for slots later than `after`, up to `until`."""
+
+    schedule: str
+    time_zone: str = "Etc/UTC"
+    suspend: bool = False
+    after: datetime
+    until: datetime
 
 
 class Task(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
@@ -33,6 +44,7 @@ class Task(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     jitter_seconds: int = 0
     suspend: bool = False
     history_limit: int = 1000
+    superseded: tuple[msgspec.Raw, ...] = ()
 
     @property
     def fixed_session(self) -> str | None:
@@ -53,7 +65,18 @@ class Task(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
         """Its slots. Raises CronError."""
         return cron.parse(self.schedule, self.time_zone, seed=cron.seed(namespace, self.name))
 
+    def before(self, *, namespace: str) -> list[Stretch]:
+        """The times that held before and whose slots may be undecided, oldest first; none of those that cannot be followed."""
+        found = []
+        for raw in self.superseded:
+            with suppress(msgspec.ValidationError, CronError):
+                one = _stretches.decode(raw)
+                schedule = cron.parse(one.schedule, one.time_zone, seed=cron.seed(namespace, self.name))
+                found.append(Stretch(schedule, one.after, one.until, one.suspend))
+        return found
 
+
+_stretches = msgspec.json.Decoder(_Superseded)
 _decoder = msgspec.json.Decoder(Task)
 
 

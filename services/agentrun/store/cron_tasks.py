@@ -21,11 +21,17 @@ HOLD_SECONDS = 10
 """How long a scheduler that hangs in a transaction may hold a CronTask: Postgres ends its session then."""
 MOST_COUNTED = 20
 """How far `lapses` counts."""
+HANDED_OVER = "1 minute"
+"""A CronTask made anew with the same times takes over the slots of so long before it, so that none falls between the two."""
+_MOST_SUPERSEDED = 50
+"""How many edits of a CronTask's times are remembered while nobody decides its slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One generation of a CronTask. `spec` is JSON: the CronTask's spec and its `name`. Slots up to `slots_from` are not its own."""
+    """One generation of a CronTask. `spec` is JSON: the CronTask's spec and its `name`. Slots up to `slots_from` are not its own, but those
+    of the times that held before: read from the table, `spec` has them as `superseded` until their slots are decided.
+    """
 
     uid: UUID
     generation: int
@@ -71,43 +77,65 @@ class TaskState:
 
 @dataclass(frozen=True, slots=True)
 class Lapse:
-    """How many slots of a CronTask were decided since the newest one whose run succeeded, at most MOST_COUNTED.
+    """How many slots of a CronTask that are decided came after its newest success had ended, at most MOST_COUNTED.
 
-    Only slots of the present times count, and none that was skipped because of a suspension. Slots after `decided_through` are not
-    decided yet; `now` is Postgres' clock.
+    Only slots of the present times count, and none that was skipped because of a suspension. Those after `counted_through` are not
+    counted yet; `now` is Postgres' clock.
     """
 
     name: str
     spec: str
     decided: int
-    decided_through: datetime
+    counted_through: datetime
     now: datetime
 
 
 # Deletions first: they wait for a scheduler that is just deciding, so that what it decided is seen by the statement after this one.
 _DELETE = "UPDATE cron_tasks SET deleted_at = now() WHERE deleted_at IS NULL AND NOT uid = ANY ($1)"
 
-_UPSERT = """
+_OTHER_TIMES = """(
+            known.spec -> 'schedule' IS DISTINCT FROM excluded.spec -> 'schedule'
+            OR known.spec -> 'timeZone' IS DISTINCT FROM excluded.spec -> 'timeZone'
+            OR known.spec -> 'suspend' IS DISTINCT FROM excluded.spec -> 'suspend')"""
+
+_UPSERT = f"""
 INSERT INTO cron_tasks AS known (uid, generation, spec, slots_from)
-SELECT new.uid, new.generation, new.spec, greatest(least(new.slots_from, now()), (
-    SELECT max(p.decided_through) FROM cron_tasks p WHERE p.spec ->> 'name' = new.spec ->> 'name' AND p.uid <> new.uid))
-FROM unnest($1::uuid[], $2::bigint[], $3::jsonb[], $4::timestamptz[]) AS new (uid, generation, spec, slots_from) ORDER BY new.uid
+SELECT new.uid, new.generation, new.spec, greatest(before.decided, CASE
+    WHEN before.same_since IS NULL THEN least(new.slots_from, now())
+    ELSE greatest(before.same_since, least(new.slots_from, now()) - interval '{HANDED_OVER}') END)
+FROM unnest($1::uuid[], $2::bigint[], $3::jsonb[], $4::timestamptz[]) AS new (uid, generation, spec, slots_from)
+CROSS JOIN LATERAL (
+    SELECT max(p.decided_through) AS decided, max(p.slots_from) FILTER (
+        WHERE p.deleted_at > new.slots_from - interval '{HANDED_OVER}'
+        AND p.spec -> 'schedule' = new.spec -> 'schedule' AND p.spec -> 'timeZone' IS NOT DISTINCT FROM new.spec -> 'timeZone'
+        AND p.spec -> 'suspend' IS DISTINCT FROM 'true'::jsonb AND NOT EXISTS (SELECT FROM cron_tasks t WHERE t.uid = new.uid)
+        ) AS same_since
+    FROM cron_tasks p WHERE p.spec ->> 'name' = new.spec ->> 'name' AND p.uid <> new.uid) before
+ORDER BY new.uid
 ON CONFLICT (uid) DO UPDATE SET
     slots_from = CASE WHEN known.generation < excluded.generation AND (
-            known.deleted_at IS NOT NULL
-            OR known.spec -> 'schedule' IS DISTINCT FROM excluded.spec -> 'schedule'
-            OR known.spec -> 'timeZone' IS DISTINCT FROM excluded.spec -> 'timeZone'
-            OR known.spec -> 'suspend' IS DISTINCT FROM excluded.spec -> 'suspend')
+            known.deleted_at IS NOT NULL OR {_OTHER_TIMES})
         THEN excluded.slots_from ELSE known.slots_from END,
     generation = excluded.generation,
-    spec = excluded.spec,
+    spec = excluded.spec || CASE
+        WHEN known.deleted_at IS NULL AND {_OTHER_TIMES} THEN jsonb_build_object('superseded',
+            CASE WHEN jsonb_array_length(known.spec -> 'superseded') >= {_MOST_SUPERSEDED} THEN (known.spec -> 'superseded') - 0
+                 ELSE coalesce(known.spec -> 'superseded', '[]') END
+            || jsonb_build_array(jsonb_strip_nulls(jsonb_build_object(
+                'schedule', known.spec -> 'schedule', 'timeZone', known.spec -> 'timeZone', 'suspend', known.spec -> 'suspend',
+                'after', known.slots_from, 'until', excluded.slots_from))))
+        WHEN known.deleted_at IS NULL AND known.spec ? 'superseded'
+            THEN jsonb_build_object('superseded', known.spec -> 'superseded')
+        ELSE '{{}}' END,
     deleted_at = NULL
 WHERE known.generation < excluded.generation
    OR (known.generation = excluded.generation AND known.deleted_at IS NOT NULL)
 """
 # An older generation never replaces a newer one, so a writer that is late changes nothing. One that was marked as deleted and is there
-# after all goes on from its own slots_from. An edit that leaves the times as they are drops none of them. A CronTask made anew under
-# the same name does not decide again what its predecessor decided. Nobody's clock but Postgres' puts slots off.
+# after all goes on from its own slots_from. An edit that leaves the times as they are drops none of them; another one leaves those of
+# before to be decided, which is what `superseded` is for. A CronTask made anew under the same name does not decide again what its
+# predecessor decided, and decides what came just before it, which the predecessor did not live to see. Nobody's clock but Postgres' puts
+# slots off.
 
 
 async def replace(conn: Connection, schedules: Sequence[Schedule], *, keep: Collection[UUID] = ()) -> None:
@@ -129,9 +157,11 @@ async def replace(conn: Connection, schedules: Sequence[Schedule], *, keep: Coll
 
 
 async def all_of(conn: Executor) -> list[Stored]:
-    """All schedules, deleted ones included. Raises StoreUnavailable."""
+    """All schedules as they were written, deleted ones included. Raises StoreUnavailable."""
     with unavailable():
-        rows = await conn.fetch("SELECT uid, generation, spec, slots_from, deleted_at FROM cron_tasks ORDER BY uid")
+        rows = await conn.fetch(
+            "SELECT uid, generation, spec - 'superseded', slots_from, deleted_at FROM cron_tasks ORDER BY uid"
+        )
     return [Stored(Schedule(row[0], row[1], row[2], row[3]), row[4]) for row in rows]
 
 
@@ -205,17 +235,25 @@ async def named(conn: Executor, *, name: str | None = None, after: str | None = 
     return [Schedule(row[0], row[1], row[2], row[3]) for row in rows]
 
 
-async def note(conn: Executor, locked: Locked, *, decided_through: datetime | None, next_slot: datetime | None) -> None:
-    """Notes how far a locked schedule is decided, and when there is something to decide again. Raises StoreUnavailable."""
+async def note(
+    conn: Executor, locked: Locked, *, decided_through: datetime | None, next_slot: datetime | None, settled: bool = True
+) -> None:
+    """Notes how far a locked schedule is decided, and when there is something to decide again. `settled`: also all of `superseded` is.
+
+    Raises StoreUnavailable.
+    """
     with unavailable():
         await conn.execute(
-            """UPDATE cron_tasks SET decided_through = greatest(decided_through, $3), decided_generation = $2, next_slot = $4
+            """UPDATE cron_tasks SET decided_through = greatest(decided_through, $3), decided_generation = $2, next_slot = $4,
+                      spec = CASE WHEN $5 THEN spec - 'superseded' ELSE spec END
                WHERE uid = $1 AND (decided_through < $3 OR (decided_through IS NULL AND $3::timestamptz IS NOT NULL)
-                                   OR decided_generation IS DISTINCT FROM $2 OR next_slot IS DISTINCT FROM $4)""",
+                                   OR decided_generation IS DISTINCT FROM $2 OR next_slot IS DISTINCT FROM $4
+                                   OR ($5 AND spec ? 'superseded'))""",
             locked.schedule.uid,
             locked.schedule.generation,
             decided_through,
             next_slot,
+            settled,
         )
 
 
@@ -253,12 +291,13 @@ async def lapses(conn: Executor) -> list[Lapse]:
         rows = await conn.fetch(
             """SELECT t.spec ->> 'name', t.spec, (
                    SELECT count(*) FROM (
-                       SELECT s.outcome, bool_or(coalesce(r.status = 'succeeded', false)) OVER (ORDER BY s.slot DESC) AS succeeded
-                       FROM (SELECT * FROM slots WHERE task = t.uid AND slot > t.slots_from ORDER BY slot DESC LIMIT $1) s
-                       LEFT JOIN runs r ON r.id = s.run_id) since
-                   WHERE NOT since.succeeded AND since.outcome <> 'skipped_suspended'),
-                   greatest(t.slots_from, t.decided_through), now()
-               FROM cron_tasks t WHERE t.deleted_at IS NULL AND t.spec -> 'suspend' IS DISTINCT FROM 'true'::jsonb ORDER BY t.uid""",
+                       SELECT FROM slots s WHERE s.task = t.uid AND s.slot > greatest(t.slots_from, newest.success)
+                       AND s.outcome <> 'skipped_suspended' LIMIT $1) since),
+                   greatest(t.slots_from, t.decided_through, newest.success), now()
+               FROM cron_tasks t LEFT JOIN LATERAL (
+                   SELECT r.finished_at AS success FROM slots s JOIN runs r ON r.id = s.run_id
+                   WHERE s.task = t.uid AND r.status = 'succeeded' ORDER BY s.slot DESC LIMIT 1) newest ON true
+               WHERE t.deleted_at IS NULL AND t.spec -> 'suspend' IS DISTINCT FROM 'true'::jsonb ORDER BY t.uid""",
             MOST_COUNTED,
         )
     return [Lapse(row[0], row[1], row[2], row[3], row[4]) for row in rows]

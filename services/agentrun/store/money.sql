@@ -74,8 +74,26 @@ BEGIN
         ORDER BY c.scope, c.day FOR NO KEY UPDATE OF c;
 END $$;
 
+-- hold_replaced: locks runs that are to be taken over for new ones of p_user, their attempts, and the counters of both, in the order of the
+-- locks. Without it such a transaction would hold the counters of the old runs' days when it takes those of the new ones' day.
+CREATE OR REPLACE FUNCTION agentrun_1.hold_replaced(p_run uuid[], p_user text, p_budget jsonb) RETURNS void
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    v_scopes text[];
+    v_days date[];
+BEGIN
+    PERFORM 1 FROM runs WHERE id = ANY (p_run) ORDER BY id FOR NO KEY UPDATE;
+    PERFORM 1 FROM attempts a JOIN runs r ON r.id = a.run_id AND r.epoch = a.epoch WHERE r.id = ANY (p_run)
+        ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a;
+    SELECT array_agg(v.scope), array_agg(n.day) INTO v_scopes, v_days FROM (
+        SELECT p_user AS user_id, agentrun_1.budget_day(p_budget) AS day
+        UNION SELECT r.user_id, r.budget_day FROM runs r WHERE r.id = ANY (p_run) AND r.reserved_usd IS NOT NULL
+    ) n CROSS JOIN LATERAL (VALUES ('agent'), ('user:' || n.user_id)) AS v (scope);
+    PERFORM agentrun_1.hold_counters(v_scopes, v_days);
+END $$;
+
 -- settle: counts what was added to the ledger (p_run, p_epoch, p_cost, one for each change), and gives back what runs that this very
--- transaction has ended have not spent. Comes last. The caller holds the attempts of the calls, and the last ones of p_ended.
+-- transaction has ended have not spent. Comes last. The caller holds the attempts of the calls and the later ones, and the last ones of p_ended.
 CREATE OR REPLACE FUNCTION agentrun_1.settle(p_ledger jsonb, p_run uuid[], p_epoch integer[], p_cost numeric[], p_ended uuid[])
 RETURNS void
 LANGUAGE plpgsql VOLATILE AS $$
@@ -91,7 +109,8 @@ BEGIN
             p_epoch := p_epoch || v_fixed.b_epoch;
             p_cost := p_cost || v_fixed.b_cost;
         END IF;
-        -- a call that came after its attempt's end: later attempts have copied booked_usd, and a claim is about to copy the last one
+        -- a call that came after its attempt's end: later attempts have copied booked_usd (the caller holds them), and those that were
+        -- claimed while it waited are held here
         WHILE EXISTS (SELECT 1 FROM unnest(p_run, p_epoch) AS n (id, epoch) JOIN runs r ON r.id = n.id AND r.epoch > n.epoch) LOOP
             v_before := v_later;
             PERFORM 1 FROM attempts a

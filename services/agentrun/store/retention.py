@@ -54,6 +54,12 @@ async def delete_runs(conn: Executor, *, age_seconds: float, after: Place, runs:
     return Deleted(row["deleted"], Place(row["ended"], row["run"]) if row["seen"] == runs else None)
 
 
+async def delete_slots(conn: Executor, *, age_seconds: float, rows: int) -> int:
+    """Deletes at most `rows` slots of CronTasks that were deleted `age_seconds` ago; how many. Raises StoreUnavailable."""
+    with unavailable():
+        return int(await conn.fetchval("SELECT agentrun_1.delete_slots($1, $2)", float(age_seconds), rows))
+
+
 async def delete_ledger(conn: Executor, *, age_seconds: float, rows: int) -> int:
     """Deletes at most `rows` calls that were booked `age_seconds` ago; how many. Raises StoreUnavailable."""
     with unavailable():

@@ -85,6 +85,24 @@ BEGIN
     DELETE FROM sessions s WHERE s.id = ANY (v_sessions) AND NOT EXISTS (SELECT 1 FROM runs r WHERE r.session_id = s.id);
 END $$;
 
+-- delete_slots: at most p_rows slots of CronTasks that were deleted more than p_age seconds ago, after which their runs may go. The CronTasks'
+-- rows stay: they say how far each was decided, and reports name them.
+CREATE OR REPLACE FUNCTION agentrun_1.delete_slots(p_age double precision, p_rows integer) RETURNS integer
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    v_count integer;
+BEGIN
+    WITH gone AS (                                 -- whoever holds one brings it back at this moment
+        SELECT t.uid FROM cron_tasks t WHERE t.deleted_at < now() - make_interval(secs => p_age)
+        AND EXISTS (SELECT 1 FROM slots s WHERE s.task = t.uid) ORDER BY t.uid FOR NO KEY UPDATE SKIP LOCKED
+    ), old AS (
+        SELECT s.task, s.slot FROM slots s JOIN gone ON gone.uid = s.task LIMIT p_rows
+    )
+    DELETE FROM slots s USING old WHERE s.task = old.task AND s.slot = old.slot;
+    GET DIAGNOSTICS v_count = ROW_COUNT;
+    RETURN v_count;
+END $$;
+
 -- delete_ledger: at most p_rows calls that were booked more than p_age seconds ago.
 CREATE OR REPLACE FUNCTION agentrun_1.delete_ledger(p_age double precision, p_rows integer) RETURNS integer
 LANGUAGE plpgsql VOLATILE AS $$

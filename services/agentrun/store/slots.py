@@ -6,6 +6,7 @@ from datetime import datetime
 from uuid import UUID
 
 from agentrun.domain.slots import SlotOutcome
+from agentrun.domain.states import RunStatus
 from agentrun.store.pool import Executor, unavailable
 
 FEWEST = 5
@@ -14,12 +15,13 @@ FEWEST = 5
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A decided slot. `detail` says why it was skipped or what failed."""
+    """A decided slot. `detail` says why it was skipped or what failed, `run_status` where its run stands by now."""
 
     slot: datetime
     outcome: SlotOutcome
     detail: str | None = None
     run_id: UUID | None = None
+    run_status: RunStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,10 @@ async def history(conn: Executor, task: UUID, *, limit: int = 100, before: datet
     """The newest slots of a CronTask (that are older than `before`), newest first. Raises StoreUnavailable."""
     with unavailable():
         rows = await conn.fetch(
-            """SELECT slot, outcome, detail, run_id FROM slots WHERE task = $1 AND ($3::timestamptz IS NULL OR slot < $3)
-               ORDER BY slot DESC LIMIT $2""",
+            """SELECT s.slot, s.outcome, s.detail, s.run_id, r.status FROM slots s LEFT JOIN runs r ON r.id = s.run_id
+               WHERE s.task = $1 AND ($3::timestamptz IS NULL OR s.slot < $3) ORDER BY s.slot DESC LIMIT $2""",
             task,
             limit,
             before,
         )
-    return [Slot(row[0], SlotOutcome(row[1]), row[2], row[3]) for row in rows]
+    return [Slot(row[0], SlotOutcome(row[1]), row[2], row[3], RunStatus(row[4]) if row[4] else None) for row in rows]

@@ -18,6 +18,7 @@ import msgspec
 
 from agentrun.domain.events import Event, Kind
 from agentrun.domain.states import RunStatus
+from agentrun.store.budgets import Budget
 from agentrun.store.pool import Executor, unavailable
 
 RESERVE = 128
@@ -248,6 +249,15 @@ async def hold_sessions(conn: Executor, group: Sequence[Submission], run_ids: Se
             *(list(column) for column in zip(*columns, strict=True)),
             list(run_ids),
         )
+
+
+async def hold_replaced(conn: Executor, run_ids: Sequence[UUID], user: str, budget: Budget) -> None:
+    """Locks runs that are to be taken over for new ones of a user, and the counters of budgets of both. The caller holds their sessions.
+
+    Raises StoreUnavailable.
+    """
+    with unavailable():
+        await conn.execute("SELECT agentrun_1.hold_replaced($1, $2, $3)", list(run_ids), user, budget.encoded())
 
 
 async def claim(conn: Executor, group: Sequence[Claim], *, lease_seconds: float) -> list[Claimed]:

@@ -82,6 +82,16 @@ LANGUAGE sql VOLATILE AS $$
     WHERE a.outcome = 'running' AND NOT EXISTS (SELECT 1 FROM moved m WHERE m.run_id = a.run_id AND m.epoch = a.epoch)
 $$;
 
+-- hold_attempts: locks the attempts of a group, and of runs with calls to be booked also the later ones, which have copied what was spent.
+CREATE OR REPLACE FUNCTION agentrun_1.hold_attempts(p_run uuid[], p_epoch integer[], p_ledger jsonb) RETURNS void
+LANGUAGE sql VOLATILE AS $$
+    SELECT FROM attempts a JOIN (
+        SELECT run_id, epoch AS low, epoch AS high FROM unnest(p_run, p_epoch) AS n (run_id, epoch)
+        UNION SELECT x.run_id, min(x.epoch), 2147483647 FROM jsonb_to_recordset(p_ledger) AS x (run_id uuid, epoch integer) GROUP BY 1
+    ) n ON n.run_id = a.run_id AND a.epoch BETWEEN n.low AND n.high
+    ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a
+$$;
+
 -- flush: events and the numbers reserved for the next ones, and a checkpoint where one is given. Neither seq_reserved nor the checkpoint
 -- goes back: a request may arrive after the next one.
 CREATE OR REPLACE FUNCTION agentrun_1.flush(
@@ -97,8 +107,7 @@ DECLARE
 BEGIN
     IF p_ledger IS NOT NULL THEN
         SELECT * INTO v_runs, v_epochs, v_costs FROM agentrun_1.book_calls(p_ledger);
-        PERFORM 1 FROM attempts a JOIN (SELECT DISTINCT * FROM unnest(p_run, p_epoch)) AS n (run_id, epoch) USING (run_id, epoch)
-            ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a;
+        PERFORM agentrun_1.hold_attempts(p_run, p_epoch, p_ledger);
     END IF;
     RETURN QUERY
     WITH asked AS (
@@ -154,8 +163,7 @@ BEGIN
     PERFORM 1 FROM sessions WHERE id IN (SELECT r.session_id FROM runs r WHERE r.id = ANY (p_run)) ORDER BY id FOR NO KEY UPDATE;
     PERFORM 1 FROM runs WHERE id = ANY (p_run) ORDER BY id FOR NO KEY UPDATE;
     IF p_ledger IS NOT NULL THEN
-        PERFORM 1 FROM attempts a JOIN unnest(p_run, p_epoch) AS n (run_id, epoch) USING (run_id, epoch)
-            ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a;
+        PERFORM agentrun_1.hold_attempts(p_run, p_epoch, p_ledger);
     END IF;
 
     WITH n AS (
@@ -288,8 +296,8 @@ BEGIN
     END IF;
     PERFORM 1 FROM sessions WHERE id IN (SELECT r.session_id FROM runs r WHERE r.id = ANY (p_run)) ORDER BY id FOR NO KEY UPDATE;
     PERFORM 1 FROM runs WHERE id = ANY (p_run) ORDER BY id FOR NO KEY UPDATE;
-    PERFORM 1 FROM attempts a JOIN runs r ON r.id = a.run_id JOIN unnest(p_run, p_epoch) AS n (id, epoch) ON n.id = r.id
-        WHERE a.epoch IN (r.epoch, n.epoch) ORDER BY a.run_id, a.epoch FOR NO KEY UPDATE OF a;
+    PERFORM agentrun_1.hold_attempts(p_run || r.ids, p_epoch || r.epochs, p_ledger)
+    FROM (SELECT array_agg(x.id) AS ids, array_agg(x.epoch) AS epochs FROM runs x WHERE x.id = ANY (p_run)) r;
 
     -- the buffer of an attempt that gives back its own run, while it still holds it
     INSERT INTO messages (run_id, seq, epoch, kind, data)

@@ -27,7 +27,10 @@ class Purse:
 
     def pay(self, usage: Usage) -> Price:
         """The price of a call that was made; it counts from now on. Unknown rather than a booking that is lost."""
-        if usage.cached_tokens + usage.cache_write_tokens > usage.input_tokens or usage.reasoning_tokens > usage.output_tokens:
+        if (
+            max(usage.cached_tokens + usage.cache_write_tokens, usage.audio_input_tokens) > usage.input_tokens
+            or usage.reasoning_tokens + usage.audio_output_tokens > usage.output_tokens
+        ):
             log.warning(
                 "a provider's counts contradict each other: a part is more than the whole, and is paid as it is",
                 usage=repr(usage),

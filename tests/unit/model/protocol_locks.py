@@ -42,7 +42,8 @@ TRANSACTIONS: Mapping[str, Transaction] = {
     "finish group": locks("l1 l2 s1 s2 r1 r2 a1 a2 r1:KS r2:KS m1 m2 b1 b2"),
     "take_over": locks("l1 s1 r1 a1 m1 r1:KS b1 b2"),
     "take_over group": locks("l1 l2 s1 s2 r1 r2 a1 a2 m1 r1:KS m2 r2:KS b1 b2"),
-    "slots, Replace": locks("t1 n1 s1 s2 r1 a1 r1:KS b1 s1 s2 k3 b1 b2"),  # every later lock but the new key is held already
+    # every later lock but the new key is held already; b1 and b2 may be days
+    "slots, Replace": locks("t1 n1 s1 s2 r1 a1 b1 b2 s1 s2 r1 a1 r1:KS b1 s1 s2 k3 b1 b2"),
     "reprice": locks("a1 a2 m1 m2 b1 b2"),
 }
 
@@ -58,8 +59,10 @@ PLANTED: Mapping[str, Transaction] = {
     "new sessions of a group in no order": locks("n2 n1 s1 s2 k1 k2"),
     "a call is booked after the fence": locks("a1 l1"),
     "a re-report locks the row that is there": locks("l1 m1 a1"),
+    "a late call's later attempts come after the group's": locks("l1 a2 a1"),
     "counters in no order": locks("a1 b2 b1"),
     "merges of one transaction count one by one": locks("s1 s2 k1 r1 a1 b1 k2 r2 a2 b1"),
+    "Replace counts the day of the old run before that of the new one": locks("t1 s1 r1 a1 b2 k3 b1"),
     "slots of one transaction count one by one": locks("t1 s1 k1 b1 k2 r1 a1 b1"),
 }
 

@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, BaseModel, Field
 from agentrun import telemetry
 from agentrun.domain.cron import CronError
 from agentrun.domain.slots import SlotOutcome
+from agentrun.domain.states import RunStatus
 from agentrun.gateway.answering import answering, read_back
 from agentrun.gateway.auth import Caller
 from agentrun.gateway.context import Gateway, events_url
@@ -72,6 +73,7 @@ class Slot(BaseModel):
     outcome: SlotOutcome
     detail: str | None = Field(description="Why it was skipped, or what failed.")
     run_id: UUID | None
+    run_status: RunStatus | None = Field(description="Where its run stands; null if it has none.")
 
 
 class SlotPage(BaseModel):
@@ -130,7 +132,10 @@ def router(gateway: Gateway) -> APIRouter:
         async with answering():
             task = await _named(gateway, name)
             found = await slots.history(gateway.pool, task.uid, limit=limit + 1, before=before)
-        page = [Slot(slot=one.slot, outcome=one.outcome, detail=one.detail, run_id=one.run_id) for one in found[:limit]]
+        page = [
+            Slot(slot=one.slot, outcome=one.outcome, detail=one.detail, run_id=one.run_id, run_status=one.run_status)
+            for one in found[:limit]
+        ]
         return SlotPage(slots=page, next=page[-1].slot if len(found) > limit else None)
 
     @routes.post("/{name}/trigger", status_code=202, summary="Start a run of a CronTask now, whatever its schedule says")
