@@ -210,8 +210,9 @@ class FakeProvider:
         talk = asyncio.ensure_future(self._stream(answer, directives, writer))
         try:
             await asyncio.wait({gone, talk}, return_when=asyncio.FIRST_COMPLETED)
-            if not talk.done():
-                self.counts["cut_by_client"] += 1
+            if not talk.done() or isinstance(talk.exception(), ConnectionError):  # seen by the read, or first by a write
+                if not answer.finished:
+                    self.counts["cut_by_client"] += 1
                 return False
             talk.result()
             return False  # one stream per connection, as `connection: close` said
