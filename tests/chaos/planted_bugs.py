@@ -6,7 +6,7 @@ Left out is what the model has shown to be harmless: an entry that is acknowledg
 
 from dataclasses import dataclass
 
-TRANSITIONS, SUBMISSIONS = "store/transitions.sql", "store/submissions.sql"
+TRANSITIONS, SUBMISSIONS, MONEY = "store/transitions.sql", "store/submissions.sql", "store/money.sql"
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,14 @@ BUGS: tuple[Bug, ...] = (
     _bug(
         "h9-gap-in-one-piece",
         "a restart does not take back the part of a gap that came after the checkpoint",
-        "tests/unit/test_streaming_docs.py::test_a_gap_replaces_what_came_before_also_when_a_restart_follows",
+        "tests/stores/test_gateway_gap.py::test_a_restart_takes_back_the_part_after_the_checkpoint",
         ("domain/reducer.py", "        self.before = [part for part in self.before if part[0] <= top]\n", ""),
+    ),
+    _bug(
+        "h9-gap-without-the-checkpoint",
+        "the gateway sends a gap in one part, of which a restart cannot take back what came after the checkpoint",
+        "tests/stores/test_gateway_gap.py::test_a_restart_takes_back_the_part_after_the_checkpoint",
+        ("gateway/log.py", "fold(marks, checkpoint=checkpoint)", "fold(marks, checkpoint=-1)"),
         quick=True,
     ),
     _bug(
@@ -249,9 +255,22 @@ BUGS: tuple[Bug, ...] = (
     _bug(
         "reservation-not-durable",
         "numbers go out that no commit has reserved",
-        "tests/unit/test_worker_run_log.py::test_the_next_number_waits_for_a_flush_that_has_committed",
+        "tests/stores/test_worker_faults.py::test_no_number_is_out_that_no_commit_has_reserved",
         ("worker/run_log.py", "return self._next <= self._reserved and", "return"),
         quick=True,
+    ),
+    _bug(
+        "budget-not-reserved",
+        "what a run may cost is compared with the day's limit and not set aside, so that runs pass it together",
+        "tests/stores/test_money_budgets.py::test_groups_at_once_admit_exactly_what_fits",
+        (MONEY, "SET reserved = c.reserved + s.runs * v_each", "SET reserved = c.reserved"),
+        quick=True,
+    ),
+    Bug(
+        "budget-reserved-nowhere",
+        "a run's reserve is in the day's counters and not in its row, so that its end gives nothing back",
+        "tests/stores/test_money_budgets.py::test_a_booking_moves_money_from_reserved_to_spent_and_an_end_gives_back_the_rest",
+        (Patch(SUBMISSIONS, "(p_budget ->> 'run')::numeric, agentrun_1.budget_day(p_budget)", "NULL, NULL", 2),),
     ),
     _bug(
         "no-voids",

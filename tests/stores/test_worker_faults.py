@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 from fault_proxy import fault_proxy
 from processes import Product, ProductProcesses
-from waiting import eventually
+from waiting import eventually, holds
 from worker_bench import KEYS, LIMITS, Bench, bench, echo, say, worker
 
 from agentrun.agents.base import Context, Result, Usage
@@ -21,11 +22,12 @@ from agentrun.agents.failures import AgentFailure
 from agentrun.bus.control import Control, ControlAction, ControlMessage
 from agentrun.bus.lag import Demand, ManySampler, Question, Reading
 from agentrun.domain.errors import BusMisconfigured, Fenced
+from agentrun.domain.events import Kind
 from agentrun.domain.states import RunStatus
 from agentrun.manifests import load_one
 from agentrun.settings import Settings
 from agentrun.store import ledger, transitions
-from agentrun.store.transitions import Reason, TakeOver
+from agentrun.store.transitions import RESERVE, Reason, TakeOver
 from agentrun.telemetry import REGISTRY
 from agentrun.worker import consumer, process
 from agentrun.worker import worker as worker_module
@@ -117,6 +119,43 @@ async def test_an_event_is_out_before_it_is_stored_and_the_end_only_after_it(sto
             await stores.ended(run)
             await stores.nothing_held()
     assert await stores.streamed(run) == list(range(7))
+
+
+async def test_no_number_is_out_that_no_commit_has_reserved(stores: Bench) -> None:
+    """Postgres takes no flush: readers see what the claim has reserved and not one event more, so all of it can be taken back."""
+
+    async def talk(context: Context) -> Result:
+        await context.emit(Kind.ITEM_ADDED, {"item": 0, "type": "message"})
+        for number in range(3 * RESERVE):
+            await context.emit(Kind.TEXT_DELTA, {"item": 0, "part": 0, "text": f"{number} "})
+        return Result("ok")
+
+    async with fault_proxy(stores.database_url) as proxy:
+        held = proxy.hold_request("agentrun_1.flush")
+        async with worker(talk, stores, database_url=proxy.url, lease_database_url=stores.database_url):
+            (run,) = await stores.submit("x")
+
+            async def all_reserved_are_out() -> bool:
+                return len(await stores.streamed(run)) >= RESERVE
+
+            async def no_others_are_out() -> bool:
+                return await stores.streamed(run) == list(range(RESERVE))
+
+            async def renewed() -> bool:
+                return bool(
+                    await stores.pool.fetchval("SELECT lease_expires_at > $1 FROM attempts", expires + timedelta(seconds=1))
+                )
+
+            await eventually(all_reserved_are_out, within=5, what="what is reserved is out")
+            await held.seen(within=5)
+            expires = await stores.pool.fetchval("SELECT lease_expires_at FROM attempts")
+            await holds(no_others_are_out, until=renewed, within=10, what="no number is out that is not reserved")
+            (taken,) = await transitions.take_over(stores.pool, [TakeOver(run, Reason.CANCELLED)])
+            assert taken.ok
+            held.release()
+    log = await stores.log(run)
+    assert [one.seq for one in log] == list(range(RESERVE + 2))
+    assert [one.kind.value for one in log] == ["void"] * RESERVE + ["restart", "cancelled"]
 
 
 # ---------------------------------------------------------------- outages
