@@ -1,13 +1,15 @@
-"""Agents that send rubbish, never end, or leave threads behind: their own run fails in words, and nobody else's is late for it."""
+"""Agents that send rubbish, never end, or leave something behind: their own run fails in words, and nobody else's is late for it."""
 
 import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import Product, ProductProcesses
 from waiting import eventually
 from worker_bench import LIMITS, Bench, bench, echo, worker
 
@@ -127,3 +129,67 @@ async def test_events_of_nearly_a_megabyte_each_arrive_whole_and_hold_up_nobody(
     log = await stores.log(run)
     assert [event.seq for event in log] == list(range(23))
     assert all(json.loads(event.data)["text"] == large for event in log if event.kind is Kind.TEXT_DONE)
+
+
+LEAVING = """
+import asyncio, gc
+
+async def source(done):
+    try:
+        for number in range(1000):
+            yield number
+    finally:
+        await asyncio.sleep(0.2)
+        print("the source is closed", flush=True)
+
+async def stream(done):
+    numbers = source(done)
+    try:
+        async for number in numbers:
+            yield number
+    finally:
+        await numbers.aclose()
+        print("the stream is closed", flush=True)
+
+async def run(ctx):
+    if ctx.inputs[0].text == "collect":
+        gc.collect()
+    else:  # as an error does whose traceback holds the frame that holds it
+        cycle = [stream(None)]
+        await anext(cycle[0])
+        cycle.append(cycle)
+    yield "ok"
+"""
+MANIFEST = """
+apiVersion: agentrun.dev/v1alpha1
+kind: AgentRun
+metadata: {name: agent, namespace: test}
+spec:
+  agent: {entrypoint: "leaving_agent:run"}
+  workers: {drainSeconds: 5}
+"""
+
+
+async def test_generators_that_an_agent_leaves_open_are_closed_in_order(
+    stores: Bench, product_processes: ProductProcesses, tmp_path: Path
+) -> None:
+    """While the worker works, as far as the collector finds them, and the rest when it stops."""
+    for name, text in (("agentrun.yaml", MANIFEST), ("leaving_agent.py", LEAVING), ("keys", "")):
+        (tmp_path / name).write_text(text)
+    product = Product(tmp_path / "agentrun.yaml", stores.database_url, stores.redis_url, tmp_path / "keys", namespace="test")
+    started = await product_processes.worker(product)
+
+    def closed() -> tuple[int, int]:
+        log = started.log.read_text()
+        return log.count("the source is closed"), log.count("the stream is closed")
+
+    for text in ("leave", "collect"):
+        (run,) = await stores.submit(text, session=text)
+        assert await stores.ended(run) == [RunStatus.SUCCEEDED]
+    await eventually(lambda: closed() == (1, 1), within=5, what="both are closed")
+    (run,) = await stores.submit("leave", session="last")
+    assert await stores.ended(run) == [RunStatus.SUCCEEDED]
+    await stores.nothing_held()
+    assert await started.terminate() == 0
+    assert closed() == (2, 2)
+    assert "already running" not in started.log.read_text()

@@ -21,6 +21,7 @@ from agentrun.manifests import AgentRun
 from agentrun.settings import Settings
 from agentrun.store import migrations
 from agentrun.store.pool import Pool, create_pool
+from agentrun.worker.generators import Closer
 from agentrun.worker.keeper import LeaseKeeper, LeaseStores
 from agentrun.worker.patience import Complaint, log
 from agentrun.worker.worker import Worker, consumer_name, limits
@@ -57,6 +58,8 @@ async def run(settings: Settings, manifest: AgentRun) -> None:
     executor = _executor(settings, manifest)
     told, bounds, keys = _Probes(), limits(manifest), Keys(settings.namespace, settings.name)
     consumer = consumer_name(settings.pod_name)
+    generators = Closer()
+    generators.install()
     keeper = LeaseKeeper(
         lambda: LeaseStores(settings.database_url, settings.redis_url, keys, consumer),
         lease_seconds=bounds.lease_seconds,
@@ -76,7 +79,7 @@ async def run(settings: Settings, manifest: AgentRun) -> None:
             told.worker = None
             await worker.stop(manifest.spec.workers.drain_seconds)
     finally:
-        await _close(executor)
+        await _close(executor, generators)
         await keeper.stop()
         for name in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(name)
@@ -121,10 +124,11 @@ async def _either(*events: asyncio.Event) -> None:
             task.cancel()
 
 
-async def _close(executor: Executor) -> None:
-    """Lets the agent close its connections, for a little while."""
+async def _close(executor: Executor, generators: Closer) -> None:
+    """Lets the agent end what it has left open and close its connections, for a little while."""
     try:
         async with asyncio.timeout(CLOSE_SECONDS):
+            await generators.drain(CLOSE_SECONDS / 2)
             await close(executor)
     except Exception as error:
         log.warning("the agent could not be closed", error=f"{type(error).__name__}: {error}")
