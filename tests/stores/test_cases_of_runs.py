@@ -1,4 +1,4 @@
-"""Failures of systems like this one, retold: writers beside writers, cancels beside claims, entries before their rows."""
+"""Failures of systems like this one, retold: writers beside writers, cancels beside claims, entries before their rows or without a body."""
 
 import asyncio
 import json
@@ -13,11 +13,14 @@ from worker_bench import KEYS, LIMITS, Bench, bench, echo, say, worker
 
 from agentrun.agents.base import Context, Result, Usage
 from agentrun.bus.control import Control, ControlAction, ControlMessage
+from agentrun.bus.events import EventStream
 from agentrun.domain.events import Kind
 from agentrun.domain.states import RunStatus
+from agentrun.maintenance.reaper import Limits, Reaper
 from agentrun.maintenance.sweep import Sweep
 from agentrun.store import runs, transitions
 from agentrun.store.transitions import Claim, Finish, Reason, TakeOver
+from agentrun.telemetry import REGISTRY
 from agentrun.worker.endings import Retries
 
 
@@ -185,6 +188,33 @@ async def test_st_02_an_entry_that_comes_before_its_row_is_no_run_and_the_run_co
 
 
 # The queue
+
+
+async def test_rs_03_the_run_of_an_entry_without_a_body_is_done_with_its_neighbours(stores: Bench) -> None:
+    """A worker has read three entries and is gone; one of them is trimmed away meanwhile."""
+
+    def deleted() -> float:
+        return REGISTRY.get_sample_value("agentrun_entries_total", {"action": "deleted"}) or 0.0
+
+    three = [(await stores.submit("x", session=f"s{number}"))[0] for number in range(3)]
+    _, second, _ = await stores.work.read("gone", count=3, block_ms=0)
+    await stores.redis.xdel(KEYS.runs, second.entry_id)
+    before = deleted()
+    limits = Limits(lease_seconds=2, idle_seconds=0.0, interval_seconds=1, max_lost_attempts=3)
+    reaper = Reaper(stores.pool, stores.work, EventStream(stores.redis, KEYS), consumer="reaper", limits=limits)
+    sweep = Sweep(stores.pool, stores.redis, stores.work, idle_seconds=0)
+    async with worker(echo, stores) as (made, executor):
+
+        async def kept_house() -> bool:
+            await reaper.reap_entries()
+            await sweep.tick()
+            return {await stores.status(run) for run in three} == {RunStatus.SUCCEEDED}
+
+        await eventually(kept_house, within=20, what="all three are done")
+        await stores.nothing_held()
+        assert made.stalled() is None
+    assert sorted(executor.started) == sorted(three)
+    assert deleted() == before + 1
 
 
 async def test_qw_07_runs_that_always_fail_hold_up_no_good_one(stores: Bench) -> None:

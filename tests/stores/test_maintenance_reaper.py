@@ -25,6 +25,7 @@ from agentrun.store import attempts, migrations, runs, transitions
 from agentrun.store.ids import new_id
 from agentrun.store.pool import Pool, create_pool
 from agentrun.store.transitions import Finish, Reason, TakeOver
+from agentrun.telemetry import REGISTRY
 
 KEYS = Keys("test", "agent")
 DEAD = 0.001
@@ -74,6 +75,11 @@ class Stores:
 
     async def sent(self, run_id: UUID) -> list[Kind]:
         return [event.kind for event in await self.events.read(run_id, after=-1, limit=100)]
+
+
+def done_with(action: str) -> float:
+    """How many entries have been counted so in this process."""
+    return REGISTRY.get_sample_value("agentrun_entries_total", {"action": action}) or 0.0
 
 
 @contextlib.asynccontextmanager
@@ -186,6 +192,7 @@ async def test_what_is_done_with_each_kind_of_forgotten_entry(stores: Stores) ->
     await stores.redis.xadd(KEYS.runs, {"nonsense": "1"})
     await stores.stream.read("w-1", count=1, block_ms=0)
     assert len(await stores.pending()) == 7
+    before = {action: done_with(action) for action in ("orphan", "ack", "republish", "give_back", "take_over")}
 
     await reaper.reap_entries()
 
@@ -194,6 +201,13 @@ async def test_what_is_done_with_each_kind_of_forgotten_entry(stores: Stores) ->
     assert await stores.outcomes(lost.run_id) == [Outcome.LOST]
     assert await stores.outcomes(alive.run_id) == [Outcome.RUNNING]
     assert orphan.entry_id not in await stores.pending()
+    assert {action: done_with(action) - count for action, count in before.items()} == {
+        "orphan": 2,
+        "ack": 2,
+        "republish": 1,
+        "give_back": 1,
+        "take_over": 1,
+    }
 
 
 async def test_a_retry_that_is_not_due_loses_its_entry_and_is_published_by_nobody(stores: Stores) -> None:
@@ -213,10 +227,12 @@ async def test_entries_that_were_deleted_while_pending_are_counted_and_gone(stor
     run = await submitted(stores.pool)
     delivery = await stores.deliver(run.run_id)
     await stores.redis.xdel(KEYS.runs, delivery.entry_id)
+    before = done_with("deleted")
 
     await stores.reaper().reap_entries()
 
     assert await stores.pending() == {}
+    assert done_with("deleted") == before + 1
 
 
 async def test_several_reapers_at_once_take_a_run_over_once(stores: Stores) -> None:

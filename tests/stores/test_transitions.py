@@ -42,21 +42,75 @@ async def expire(pool: Pool, run_id: UUID) -> None:
 # ---------------------------------------------------------------- the transition table
 
 
+async def brought_to(pool: Pool, status: RunStatus, session: str) -> UUID:
+    """A run of that status, moved there by hand."""
+    run = (await submitted(pool, session=session)).run_id
+    path = {RunStatus.PENDING: [], RunStatus.RUNNING: ["running"]}.get(status, ["running", status.value])
+    for step in path:
+        await pool.execute("UPDATE runs SET status = $2, epoch = epoch + ($2 = 'running')::int WHERE id = $1", run, step)
+    return run
+
+
 async def test_st_03_the_database_enforces_the_transition_table_of_the_code(pool: Pool) -> None:
     for old, new in product(RunStatus, RunStatus):
         if old == new:
             continue
-        run = (await submitted(pool, session=f"{old} {new}")).run_id
-        path = {RunStatus.PENDING: [], RunStatus.RUNNING: ["running"]}.get(old, ["running", old.value])
-        for status in path:
-            await pool.execute("UPDATE runs SET status = $2, epoch = epoch + ($2 = 'running')::int WHERE id = $1", run, status)
-
+        run = await brought_to(pool, old, f"{old} {new}")
         move = pool.execute("UPDATE runs SET status = $2, epoch = epoch + ($2 = 'running')::int WHERE id = $1", run, new.value)
         if may_move(old, new):
             await move
         else:
             with pytest.raises(asyncpg.CheckViolationError):
                 await move
+
+
+async def test_st_03_of_two_moves_at_once_exactly_one_happens_if_the_table_allows_any(pool: Pool) -> None:
+    """From each state, any two moves, by two connections."""
+
+    async def moved(run: UUID, old: RunStatus, new: RunStatus) -> bool:
+        try:
+            done = await pool.execute(
+                "UPDATE runs SET status = $3, epoch = epoch + ($3 = 'running')::int WHERE id = $1 AND status = $2",
+                run,
+                old.value,
+                new.value,
+            )
+        except asyncpg.CheckViolationError:
+            return False
+        return str(done) == "UPDATE 1"
+
+    for old, one, other in product(RunStatus, repeat=3):
+        if old in (one, other):
+            continue
+        run = await brought_to(pool, old, f"{old} {one} {other}")
+        happened = await asyncio.gather(moved(run, old, one), moved(run, old, other))
+        allowed = [may_move(old, one), may_move(old, other)]
+        assert sum(happened) == any(allowed), (old, one, other)
+        assert all(may for did, may in zip(happened, allowed, strict=True) if did), (old, one, other)
+        now = await pool.fetchval("SELECT status FROM runs WHERE id = $1", run)
+        assert now == (old if not any(allowed) else one if happened[0] else other)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "finished"])
+async def test_st_03_a_run_never_ends_before_it_began(pool: Pool, way: str) -> None:
+    """Whoever ends it has begun a transaction before the claim's."""
+    run = (await submitted(pool)).run_id
+    async with pool.acquire() as conn, conn.transaction():
+        began = await conn.fetchval("SELECT now()")
+        await claimed(pool, run)
+        if way == "cancelled":
+            (ended,) = await transitions.take_over(conn, [TakeOver(run, Reason.CANCELLED)])
+        else:
+            ends = Finish(run, 1, RunStatus.SUCCEEDED, result="{}", events=[event(0, Kind.COMPLETED)])
+            (ended,) = await transitions.finish(conn, [ends])
+        assert ended.ok
+    row = await pool.fetchrow(
+        """SELECT r.started_at > $2 AS later, r.finished_at >= r.started_at AS run, a.ended_at >= a.started_at AS attempt
+           FROM runs r JOIN attempts a ON a.run_id = r.id WHERE r.id = $1""",
+        run,
+        began,
+    )
+    assert tuple(row) == (True, True, True)
 
 
 async def test_a_run_starts_as_pending_at_epoch_0(pool: Pool) -> None:

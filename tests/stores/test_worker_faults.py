@@ -20,10 +20,13 @@ from worker_bench import KEYS, LIMITS, Bench, bench, echo, say, worker
 from agentrun.agents.base import Context, Result, Usage
 from agentrun.agents.failures import AgentFailure
 from agentrun.bus.control import Control, ControlAction, ControlMessage
+from agentrun.bus.events import EventStream
 from agentrun.bus.lag import Demand, ManySampler, Question, Reading
 from agentrun.domain.errors import BusMisconfigured, Fenced
 from agentrun.domain.events import Kind
 from agentrun.domain.states import RunStatus
+from agentrun.maintenance.reaper import Limits as ReaperLimits
+from agentrun.maintenance.reaper import Reaper
 from agentrun.manifests import load_one
 from agentrun.settings import Settings
 from agentrun.store import ledger, transitions
@@ -252,12 +255,19 @@ async def test_rs_23_a_run_at_work_counts_as_work_again_after_redis_lost_its_dat
 
 
 async def test_rs_13_a_run_that_lasts_longer_than_leases_and_idle_times_stays_with_its_worker(stores: Bench) -> None:
+    """Three times as long, and a reaper looks all the time."""
     gate = Gate()
+    limits = ReaperLimits(
+        lease_seconds=LIMITS.lease_seconds, idle_seconds=LIMITS.lease_seconds, interval_seconds=1, max_lost_attempts=3
+    )
+    reaper = Reaper(stores.pool, stores.work, EventStream(stores.redis, KEYS), consumer="reaper", limits=limits)
     async with worker(gate, stores) as (first, _), worker(gate, stores) as (second, _):
         (run,) = await stores.submit("x")
         await gate.waiting.wait()
-        until = time.monotonic() + 1.5 * LIMITS.lease_seconds
-        while time.monotonic() < until:  # a reaper with an idle time of one lease finds nothing to claim
+        until = time.monotonic() + 3 * LIMITS.lease_seconds
+        while time.monotonic() < until:
+            await reaper.reap_leases()
+            await reaper.reap_entries()
             pending = await stores.redis.xpending_range(KEYS.runs, "workers", "-", "+", 10)
             assert len(pending) == 1 and pending[0]["times_delivered"] == 1
             assert pending[0]["time_since_delivered"] < LIMITS.lease_seconds * 1000
