@@ -7,20 +7,23 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlsplit
 from uuid import UUID
 
 import httpx2
 import pytest
 import yaml
 from gateway_bench import PlayedWorker, gateway, keys_file, manifest
-from processes import Product, ProductProcesses, free_port
+from processes import Product, ProductProcess, ProductProcesses, free_port
 from redis.asyncio import Redis
-from sse_client import open_stream
+from sse_client import EventStream as ClientStream
+from sse_client import StreamCutError, open_stream
 from waiting import eventually, holds
 
 from agentrun.bus import connection
 from agentrun.bus.events import EventStream
 from agentrun.bus.keys import Keys
+from agentrun.domain.reducer import Transcript
 from agentrun.gateway.process import Timing
 from agentrun.store import runs, transitions
 from agentrun.store.pool import Pool, create_pool
@@ -191,16 +194,63 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
     await made.aclose()
 
 
-async def test_se_21_fifty_megabytes_pass_through_all_middleware_in_little_memory(
-    database_url: str, redis_url: str, pool: Pool, redis: Redis, product_processes: ProductProcesses, tmp_path: Path
-) -> None:
-    path, presented = keys_file(tmp_path, {"ann": []})
-    (tmp_path / "agentrun.yaml").write_text(yaml.safe_dump(manifest().as_document()))
-    product = Product(tmp_path / "agentrun.yaml", database_url, redis_url, path, namespace="test", name="agent")
+async def gateway_process(
+    database_url: str, redis_url: str, product_processes: ProductProcesses, folder: Path
+) -> tuple[ProductProcess, dict[str, str], UUID]:
+    """A gateway as a process of its own, the headers of a user, and a new run of theirs."""
+    path, presented = keys_file(folder, {"ann": []})
+    (folder / "agentrun.yaml").write_text(yaml.safe_dump(manifest().as_document()))
+    product = Product(folder / "agentrun.yaml", database_url, redis_url, path, namespace="test", name="agent")
     process = await product_processes.gateway(product)
     headers = {"Authorization": f"Bearer {presented['ann']}"}
     async with httpx2.AsyncClient(base_url=process.base_url, headers=headers, trust_env=False) as http:
         run = UUID((await http.post("/v1/runs", json={"input": "x"})).json()["run_id"])
+    return process, headers, run
+
+
+async def test_se_17_a_reader_that_stalls_costs_no_memory(
+    database_url: str, redis_url: str, pool: Pool, redis: Redis, product_processes: ProductProcesses, tmp_path: Path
+) -> None:
+    """Thirty megabytes pass it by in thirty thousand events; another reader has each at once, and it resumes with nothing missing."""
+    process, headers, run = await gateway_process(database_url, redis_url, product_processes, tmp_path)
+    worker = await played(pool, redis, run)
+    url = f"{process.base_url}/v1/runs/{run}/events"
+    where = urlsplit(url)
+    reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1024)
+    lines = [f"GET {where.path} HTTP/1.1", "Host: x", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    writer.write("\r\n".join(lines).encode())
+    await reader.readuntil(b"\r\n\r\n")
+    async with open_stream(url, headers=headers, within=120) as quick:
+        await worker.say("warm ")
+        await quick.take(1)
+        memory = Watched(process.pid)
+        for _ in range(60):
+            batch = [(run, worker.make_text("x" * 1000)) for _ in range(500)]
+            await worker.events.append(batch, ttl_seconds=600)
+            await worker.flush()
+            await quick.take(500)
+            memory.look()
+    assert memory.most - memory.base < 20 * MEGABYTE, f"{(memory.most - memory.base) / MEGABYTE:.0f} MB more"
+    stalled = ClientStream(200, {"transfer-encoding": "chunked"}, reader)
+    seen = []
+    with pytest.raises((StreamCutError, ConnectionError)):
+        async for frame in stalled:
+            seen.append(frame)
+    writer.transport.abort()
+    assert 0 < len(seen) < 30_000 and [frame.id for frame in seen] == [str(seq) for seq in range(len(seen))]
+    await worker.finish()
+    async with open_stream(url, headers=headers, last_event_id=seen[-1].id, within=120) as stream:
+        seen += await stream.rest(within=120)  # so far behind a run that has ended it is told the text in one piece
+    transcript = Transcript()
+    for frame in seen:
+        transcript.feed(frame.json().get("seq"), frame.json()["kind"], frame.json()["data"])
+    assert transcript.ended and transcript.text == "warm " + "x" * 30_000_000
+
+
+async def test_se_21_fifty_megabytes_pass_through_all_middleware_in_little_memory(
+    database_url: str, redis_url: str, pool: Pool, redis: Redis, product_processes: ProductProcesses, tmp_path: Path
+) -> None:
+    process, headers, run = await gateway_process(database_url, redis_url, product_processes, tmp_path)
     worker = await played(pool, redis, run)
     for _ in range(100):
         for _ in range(10):
