@@ -1,8 +1,9 @@
 """What the image is built from: a Dockerfile for any builder, and a list of what is installed."""
 
 import importlib.util
+import json
 import re
-from importlib.metadata import distributions
+from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -46,6 +47,15 @@ def test_it_runs_as_a_number_that_kubernetes_can_tell_from_root() -> None:
     (user,) = instructions("USER")
 
     assert re.fullmatch(r"[1-9]\d*:[1-9]\d*", user)
+
+
+def test_qw_05_the_program_itself_is_process_1_and_gets_the_signals() -> None:
+    """A list, so without a shell."""
+    (entrypoint,) = instructions("ENTRYPOINT")
+
+    assert json.loads(entrypoint) == ["agentrun"]
+    assert instructions("CMD") == instructions("SHELL") == []
+    assert [one.value for one in entry_points(group="console_scripts", name="agentrun")] == ["agentrun.cli:main"]
 
 
 def test_nothing_but_the_wheels_goes_to_the_builder() -> None:

@@ -1,5 +1,7 @@
-"""What is said of a Postgres that cannot be used as it is named: one line, to the one command that a person calls."""
+"""What is said of a Postgres that cannot be used as it is named: one line, to the one command that a person calls. And the pool itself."""
 
+import asyncio
+import random
 import subprocess
 import sys
 from urllib.parse import urlsplit, urlunsplit
@@ -55,3 +57,37 @@ async def test_a_pg_variable_that_means_nothing_is_no_outage(monkeypatch: pytest
     monkeypatch.setenv("PGSSLMODE", "wrong")
     with pytest.raises(ConfigurationError, match="sslmode"):
         await connect("postgresql://127.0.0.1/d")
+
+
+async def test_pg_02_who_gives_up_waiting_for_a_connection_takes_none_along(database_url: str) -> None:
+    """Five hundred that wait for 5 ms at most, or are cancelled, for three connections that others hold for about as long."""
+    pool = await create_pool(database_url, 3)
+    dice = random.Random(2)
+    served = given_up = 0
+
+    async def impatient() -> None:
+        nonlocal served
+        async with asyncio.timeout(0.005), pool.acquire() as conn:
+            served += await conn.fetchval("SELECT 1 FROM pg_sleep($1)", dice.random() / 200)
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(impatient())
+        await asyncio.sleep(dice.random() / 200)
+        task.cancel()
+        await task
+
+    for _ in range(25):
+        done = await asyncio.gather(
+            *(impatient() if dice.random() < 0.5 else interrupted() for _ in range(20)), return_exceptions=True
+        )
+        assert all(one is None or isinstance(one, TimeoutError | asyncio.CancelledError) for one in done), done
+        given_up += sum(one is not None for one in done)
+    assert served and given_up > 100
+
+    async with asyncio.timeout(5):
+        held = [await pool.acquire() for _ in range(3)]
+        assert await asyncio.gather(*(conn.fetchval("SELECT 7") for conn in held)) == [7, 7, 7]
+    for conn in held:
+        await pool.release(conn)
+    async with asyncio.timeout(5):
+        await pool.close()

@@ -365,15 +365,20 @@ async def test_large_events_are_replayed_in_small_pages(room: Room, monkeypatch:
 
 
 async def test_se_20_a_second_run_of_the_session_is_seen_where_the_first_was(
-    room: Room, databases: Databases, store_urls: StoreUrls, tmp_path: Path
+    database_url: str, redis_url: str, tmp_path: Path
 ) -> None:
-    for _ in range(2):
-        worker = await room.work_on(await room.new_run(session="s"))
-        async with room.follow(worker.run_id) as stream:
-            await worker.say("a")
-            await worker.finish()
-            assert ids(await stream.rest()) == [0, 1]
-        await room.redis.flushall()
+    """At the gateway that took the messages and at another one; the numbers of each run begin at 0, also after Redis lost everything."""
+    async with gateway(database_url, redis_url, tmp_path) as one, gateway(database_url, redis_url, tmp_path) as other:
+        for turn in range(3):
+            worker = await one.work_on(await one.new_run(session="s"))
+            async with one.follow(worker.run_id) as here, other.follow(worker.run_id) as there:
+                await worker.say(f"a{turn}")
+                await worker.finish()
+                for stream in (here, there):
+                    frames = await stream.rest()
+                    assert ids(frames) == [0, 1] and text_of(frames) == f"a{turn}"
+            if turn:
+                await one.redis.flushall()
 
 
 async def test_a_message_that_the_channel_lost_is_refilled_from_the_stream(room: Room) -> None:

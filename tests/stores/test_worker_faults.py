@@ -514,7 +514,7 @@ async def run(ctx):
     word = ctx.inputs[0].text
     if word == "die":
         os._exit(9)
-    await asyncio.sleep(30 if word == "slow" else 0)
+    await asyncio.sleep({"slow": 30, "short": 4}.get(word, 0))
     yield "heard " + word
 """
 
@@ -553,6 +553,25 @@ async def test_a_worker_process_works_drains_on_sigterm_and_ends_with_0(
     assert await started.terminate() == 0
     assert 2 <= time.monotonic() - start < 8
     assert await stores.outcomes(slow) == ["handed_back"]
+
+
+async def test_qw_05_a_worker_process_ends_its_run_after_the_signal_and_takes_no_other(
+    stores: Bench, product: Product, product_processes: ProductProcesses
+) -> None:
+    manifest = product.manifest.read_text()
+    product.manifest.write_text(manifest.replace("drainSeconds: 2", "drainSeconds: 60"))
+    started = await product_processes.worker(product)
+    (run,) = await stores.submit("short", session="a")
+    await stores.outcomes_are(run, "running")
+    started.signal(signal.SIGTERM)
+    await eventually(lambda: "worker stops" in started.log.read_text(), within=5, what="it has the signal")
+    (late,) = await stores.submit("hello", session="b")
+    assert await started.wait(within=15) == 0
+    assert (await stores.status(run), await stores.outcomes(run)) == (RunStatus.SUCCEEDED, ["finished"])
+    assert (await stores.status(late), await stores.outcomes(late)) == (RunStatus.PENDING, [])
+    await product_processes.worker(product)
+    assert await stores.ended(late) == [RunStatus.SUCCEEDED]
+    await stores.nothing_held()
 
 
 async def test_rs_15_a_run_that_kills_its_worker_leaves_an_expiring_lease_and_its_neighbours_unharmed(

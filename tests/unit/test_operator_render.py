@@ -187,6 +187,13 @@ def test_the_migration_uses_the_stronger_role() -> None:
 # --- configuration -------------------------------------------------------------------------------------------------------------------
 
 
+def test_qw_05_pods_run_the_images_own_program_with_arguments_alone() -> None:
+    templates = [body["spec"]["template"]["spec"] for body in everything() if body["kind"] in ("Deployment", "Job")]
+    containers = [one for spec in templates for one in (*spec["containers"], *spec.get("initContainers", ()))]
+    assert [one.get("command") for one in containers] == [None] * len(containers)
+    assert sorted(one["args"] for one in containers if one["args"] != ["migrate"]) == [["gateway"], ["scheduler"], ["worker"]]
+
+
 def test_the_configuration_is_a_manifest_that_pods_can_read() -> None:
     (body,) = [body for body in everything(workers={"retries": 7}, suspend=True) if body["kind"] == "ConfigMap"]
     (manifest,) = parse(body["data"][FILE], source="test")
