@@ -44,6 +44,8 @@ class Gateway(Bus):
                 position = None if "position_with_insert" in self.rules else value
                 n, answer = self.tx_submit(to(s, k, "new"), k, label, key=k, position=position)
                 yield label + ", decided by itself", self._answer(n, k, answer), False
+                if s.faults and "lost" in self.scenario.kinds and n.runs is not s.runs:
+                    yield label + ", decided by itself (reply LOST)", to(n, k, "retry")._replace(faults=s.faults - 1), True
             elif state == "committed":
                 session = self.scenario.sessions[k]
                 yield f"gateway publishes for {k}", to(self.publish_head(s, session), k, "done"), False

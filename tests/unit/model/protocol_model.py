@@ -10,10 +10,11 @@ P4   a client's text is the log's, every stream ends, a cursor that was given ou
 P5   a fenced attempt writes nothing, and a take_over ends only the attempt that it names
 P6   one running run per session, one running attempt per run, one place per attempt
 P7   each input is answered once and in order; an answer to a client is true
-P8   no outside call without its row; a run with an effect is never merged
+P8   no outside call without its row, none twice; a run with an effect is never merged
 P9   a live lease is never taken
 P10  only an attempt whose worker really failed counts as lost
-P11  a run fails only by its own fault; it is quarantined exactly if max_lost attempts were lost, with a dead letter
+P11  a run fails only by its own fault; it is quarantined exactly if max_lost attempts were lost, or one was within an
+     effect, with a dead letter
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from protocol_checker import Violation
 from protocol_gateway import ANSWERED, Gateway
 from protocol_maintenance import Maintenance
 from protocol_state import (
+    BEGUN,
     FINAL,
     GONE,
     IDLE,
@@ -178,6 +180,8 @@ class Model(Maintenance, Gateway):
                 run = run._replace(attempts=attempts)
         if run.status in FINAL and (run.log or not run.due) and not self.watched(s, r):
             run = run._replace(log=(), due=True)
+        if run.status in FINAL and run.effect and not any(p.run == r and p.effect == BEGUN for p in s.places):
+            run = run._replace(effect=0, called=False)
         return run
 
     def _forget_attempt(self, s: State, r: int, run: Run, a: Attempt) -> Attempt:

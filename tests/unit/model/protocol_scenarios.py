@@ -32,6 +32,9 @@ BASE: dict[str, Scenario] = {
     "merge: effect, any fault": Scenario(sessions=(0, 0), policy="Merge", effect_at=1, faults=1, workers=1),
     "merge: three submissions": Scenario(sessions=(0, 0, 0), policy="Merge", effect_at=1, faults=0, workers=1),
     "reject: any fault": Scenario(**QUEUE, sessions=(0, 0), policy="Reject", faults=1),
+    "effect: lost replies and a crash": Scenario(effect_at=1, workers=1, kinds=kinds("crash lost")),
+    "effect: a zombie": Scenario(effect_at=1, faults=1, kinds=kinds("pause")),
+    "effect: give-back": Scenario(effect_at=1, gives=1, faults=1, kinds=kinds("crash lost")),
     "outage of Postgres": Scenario(kinds=kinds("outage crash")),
     "outage of Postgres: workers that are slow": Scenario(**QUEUE, kinds=kinds("outage crash pause")),
     "stream: any fault": Scenario(**STREAM, workers=1, faults=1),
@@ -57,6 +60,9 @@ BASE: dict[str, Scenario] = {
     "groups: rows that leave the group": Scenario(
         **QUEUE, sessions=(0, 0, 0), policy="Merge", groups=True, workers=1, faults=0
     ),
+    "groups: rows that leave the group, lost replies": Scenario(
+        **QUEUE, sessions=(0, 0), policy="Merge", groups=True, workers=1, faults=1, kinds=kinds("lost")
+    ),
     "lost: submit and take_over": Scenario(gives=1, faults=2, kinds=kinds("lost crash")),
     "lost: late give-back": Scenario(gives=1, faults=1, kinds=kinds("crash late pause")),
     "lost: cancel": Scenario(cancel=True, faults=1),
@@ -71,6 +77,10 @@ LARGE: dict[str, Scenario] = {
     "queue: late requests": Scenario(kinds=kinds("crash pause late")),
     "merge: effect, any fault": Scenario(sessions=(0, 0), policy="Merge", effect_at=1, faults=1),
     "merge: three submissions": Scenario(sessions=(0, 0, 0), policy="Merge", effect_at=1, faults=0),
+    "effect: two faults": Scenario(effect_at=1, kinds=kinds("crash pause lost")),
+    "groups: rows that leave the group, lost replies": Scenario(
+        **QUEUE, sessions=(0, 0, 0), policy="Merge", groups=True, workers=1, faults=1, kinds=kinds("lost")
+    ),
     "stream: any fault, give-back": Scenario(**STREAM, workers=1, faults=1, gives=1),
     "stream: two workers": Scenario(**STREAM, faults=1),
     "queue: two runs, retry or drain": Scenario(**QUEUE, sessions=(0, 0), gives=1, faults=1),
@@ -131,6 +141,7 @@ WITHOUT: dict[str, Proof] = {
     "effects_after_lock": without(
         "effects_after_lock", "P8", sessions=(0, 0), policy="Merge", effect_at=1, faults=0, workers=1
     ),
+    "effect_has_token": without("effect_has_token", "P11", effect_at=1, kinds=kinds("lost"), faults=1),
     "insert_before_policy, Merge": without("insert_before_policy", "P7", policy="Merge", faults=1, kinds=kinds("again")),
     "insert_before_policy, Reject": without("insert_before_policy", "P7", policy="Reject", faults=1, kinds=kinds("lost")),
     "take_over_rechecks_lease": without("take_over_rechecks_lease", "P9", **QUEUE, faults=1, kinds=kinds("pause")),
@@ -192,6 +203,7 @@ BUGS: dict[str, Proof] = {
     "reserve_not_durable": bug("reserve_not_durable", "P4", **STREAM, reserve=1, faults=0, cancel=True),
     "no_voids": bug("no_voids", "P4", **STREAM, kinds=kinds("crash"), faults=1),
     "no_top_comparison": bug("no_top_comparison", STUCK, **STREAM, kinds=kinds("channel"), faults=1, workers=1),
+    "any_effect_is_mine": bug("any_effect_is_mine", "P8", effect_at=1, kinds=kinds("crash"), faults=1),
     "id_made_per_try": bug("id_made_per_try", "P7", **QUEUE, kinds=kinds("lost"), faults=1),
     "give_back_names_no_epoch": bug("give_back_names_no_epoch", "P5", **QUEUE, gives=1, kinds=kinds("lost pause")),
     "one_fenced_member_fails_group": bug(

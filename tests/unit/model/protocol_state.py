@@ -16,6 +16,8 @@ FINAL = frozenset(("succeeded", "failed", "cancelled", "superseded"))
 GONE = -1  # an owner whom nobody can be any more: its process died, or its place let the entry go
 REAPER = -2  # the reaper as the consumer of a pending entry
 UP, PAUSED = 0, 1  # a worker process
+DONE = -1  # Run.effect
+BEGUN, CALLED, SETTLED, UNKNOWN = 1, 2, 3, 4  # Place.effect: how far the attempt is with it, or that nobody knows
 
 
 class Event(NamedTuple):
@@ -46,7 +48,8 @@ class Run(NamedTuple):
     due: bool
     inputs: tuple[int, ...]
     superseded_by: int
-    effect: bool
+    effect: int  # its row: 0 = none, an epoch = initiated by that attempt's call (stands for its token), DONE
+    called: bool  # not in the database: the outside call was made
     attempts: tuple[Attempt, ...]
     log: tuple[Event, ...]
     lost: int  # number of attempts with outcome lost
@@ -68,7 +71,7 @@ class Place(NamedTuple):
     buffer: tuple[Event, ...]
     retry: int
     seen: int  # the run's epoch when it looked
-    effect: int  # 0, 1 = initiated, 2 = the outside call is made
+    effect: int  # 0 or one of BEGUN, CALLED, SETTLED, UNKNOWN
 
 
 class Reaper(NamedTuple):
@@ -117,6 +120,7 @@ class State(NamedTuple):
 
 Step = tuple[str, State, bool]
 
+FENCED: dict[str, Any] = {"pc": "ack", "buffer": (), "retry": 0}
 IDLE = Place("idle", 0, -1, -1, 0, -1, -1, (), 0, -1, 0)
 RESTING = Reaper("idle", 0, -1, -1, False)
 ALL_KINDS = frozenset(("crash", "pause", "lost", "flush", "channel", "again", "late", "cut"))
@@ -140,6 +144,7 @@ RULES = frozenset(
         # attempts and their end
         "reserve_never_falls",
         "own_give_back_stores_buffer",
+        "effect_has_token",  # a call that is asked for again finds its own row
         "lease_scan",
         "take_over_rechecks_lease",
         "attempt_outlives_its_deadline",  # past it an attempt pauses and may renew late
@@ -180,6 +185,11 @@ class Scenario:
     symmetry: bool = True
     without: frozenset[str] = frozenset()
     bugs: frozenset[str] = frozenset()
+
+
+def up(s: State, q: int, **changes: Any) -> State:
+    """One of the places, changed."""
+    return s._replace(places=put(s.places, q, s.places[q]._replace(**changes)))
 
 
 def put(values: tuple[T, ...], at: int, value: T) -> tuple[T, ...]:

@@ -128,19 +128,20 @@ class Store:
         return self.set_run(s, r, label, run._replace(log=log, attempts=attempts)), True
 
     def tx_finish(
-        self, s: State, r: int, epoch: int, start: int, events: tuple[Event, ...], status: str, label: str
+        self, s: State, r: int, epoch: int, start: int, events: tuple[Event, ...], status: str, label: str, unknown: bool = False
     ) -> tuple[State, bool]:
+        """`unknown`: it fails because nobody knows what came of its effect, and is put aside with a dead letter."""
         attempt = self.attempt(s, r, epoch)
         if attempt.outcome != "running":
             return s, False
-        if status == "failed" and r != self.scenario.bad_run:
+        if status == "failed" and r != self.scenario.bad_run and not unknown:
             raise Violation(label, "P11 a run failed by the fault of another member of its group")
         run = s.runs[r]
         log = self.append(run.log, start, (*events, Event(epoch, "E", status)), label)
         attempts = put(run.attempts, epoch - 1, attempt._replace(outcome="finished", lease=False))
-        s = self.set_run(s, r, label, run._replace(status=status, log=log, attempts=attempts))
+        s = self.set_run(s, r, label, run._replace(status=status, log=log, attempts=attempts, dead_letter=unknown))
         want = tuple(range(1, self.scenario.tokens + 1))
-        if self.scenario.client and r == 0 and tuple(t for _, t in text_of(reduce_log(log))) != want:
+        if self.scenario.client and r == 0 and not unknown and tuple(t for _, t in text_of(reduce_log(log))) != want:
             raise Violation(label, "P4 the log's text is not the finished answer")
         return s, True
 
@@ -261,7 +262,7 @@ class Store:
                 s = self.take_over(s, target, "superseded", "interrupted", label, superseded_by=key)
         if mine:
             return s, "replayed"
-        run = Run(key, session, position, "pending", 0, True, inputs, -1, False, (), (), 0, False)
+        run = Run(key, session, position, "pending", 0, True, inputs, -1, 0, False, (), (), 0, False)
         return s._replace(runs=(*s.runs, run), entries=(*s.entries, 0)), "stored"
 
     # ------------------------------------------------------------ leases

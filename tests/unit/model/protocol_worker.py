@@ -8,25 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from protocol_bus import Bus
 from protocol_checker import Violation
-from protocol_state import GONE, IDLE, PAUSED, UP, Attempt, Event, Place, State, Step, put
+from protocol_effects import Effects
+from protocol_state import FENCED, GONE, IDLE, PAUSED, SETTLED, UNKNOWN, UP, Attempt, Event, Place, State, Step, put, up
 
 EXECUTING = frozenset(("run", "checked", "fail", "give"))
-FENCED: dict[str, Any] = {"pc": "ack", "buffer": (), "retry": 0}
 # Place.retry: the reply was lost | not in a group | the planted early terminal event is out | finish's reply was lost
 AGAIN, ALONE, EARLY, FINISH_AGAIN = 1, 2, 3, 4
-
-
-def up(s: State, q: int, **changes: Any) -> State:
-    return s._replace(places=put(s.places, q, s.places[q]._replace(**changes)))
 
 
 def rest(s: State, q: int) -> State:
     return s._replace(places=put(s.places, q, IDLE))
 
 
-class Worker(Bus):
+class Worker(Effects):
     def places_of(self, w: int) -> range:
         return range(w * self.scenario.places, (w + 1) * self.scenario.places)
 
@@ -153,7 +148,7 @@ class Worker(Bus):
     # ------------------------------------------------------------ one attempt
     def _is_done(self, p: Place) -> bool:
         tokens, at = self.scenario.tokens, self.scenario.effect_at
-        return p.token > tokens and not (at == p.token and p.effect < 2)
+        return p.token > tokens and not (at == p.token and p.effect < SETTLED)
 
     def _attempt_steps(self, s: State, q: int) -> Iterator[Step]:
         p, me = s.places[q], f"P{q}"
@@ -164,8 +159,8 @@ class Worker(Bus):
         if p.retry == FINISH_AGAIN:
             yield from self._finish(s, [q])
             return
-        if self.scenario.effect_at == p.token and p.effect < 2:
-            yield self._effect(s, q, a)
+        if self.scenario.effect_at == p.token and p.effect < SETTLED:
+            yield from self.effect_steps(s, q, a)
             return
         room = p.seq <= p.known or "reserve_not_durable" in self.bugs
         if p.pc == "run" and p.token <= self.scenario.tokens and room:
@@ -185,18 +180,6 @@ class Worker(Bus):
             given = s._replace(gives=s.gives - 1)
             yield from self._give_back(given, q, "retrying")
             yield from self._give_back(given, q, "handed_back")
-
-    def _effect(self, s: State, q: int, a: Attempt) -> Step:
-        p, me = s.places[q], f"P{q}"
-        if p.effect:
-            if not s.runs[p.run].effect:
-                raise Violation(f"{me} effect: outside call", "P8 an outside call without a row")
-            return f"{me} effect: outside call", up(s, q, effect=2), False
-        if a.outcome != "running":
-            return f"{me} effect: fenced", up(s, q, **FENCED), False
-        label = f"{me} effect: initiated"
-        n = self.set_run(s, p.run, label, s.runs[p.run]._replace(effect=True))
-        return label, up(n, q, effect=1), False
 
     def _flush(self, s: State, q: int, a: Attempt) -> Iterator[Step]:
         p, me = s.places[q], f"P{q}"
@@ -239,7 +222,7 @@ class Worker(Bus):
             p = s.places[q]
             status = "failed" if p.pc == "fail" else "succeeded"
             start = len(s.runs[p.run].log) if p.pc == "fail" else p.seq - len(p.buffer)
-            n, ok = self.tx_finish(n, p.run, p.epoch, start, p.buffer, status, label)
+            n, ok = self.tx_finish(n, p.run, p.epoch, start, p.buffer, status, label, p.effect == UNKNOWN)
             mine.append(ok or self._has_outcome(n, p, "finished"))
         if "one_fenced_member_fails_group" in self.bugs and not all(mine):
             n, mine = s, [False] * len(mine)
