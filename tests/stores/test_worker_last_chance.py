@@ -176,10 +176,12 @@ spec:
   reaper: {idleSeconds: 2, intervalSeconds: 1}
 """
 AGENT = """
-import asyncio, os
+import asyncio, os, pathlib
 
 async def run(ctx):
     if ctx.inputs[0].text == "die":
+        with pathlib.Path(__file__).with_name("calls").open("a") as calls:
+            calls.write("a call of the model\\n")
         await asyncio.sleep(0.5)
         os._exit(9)
     await asyncio.sleep(2)
@@ -207,8 +209,10 @@ async def test_rs_15_a_run_that_kills_every_worker_is_put_aside_alone(
     keeping = asyncio.create_task(keep_a_worker())
     try:
         assert await stores.ended(bad, *good, within=60) == [RunStatus.FAILED, *[RunStatus.SUCCEEDED] * 3]
+        await stores.nothing_held(within=30)
     finally:
         keeping.cancel()
     assert await stores.outcomes(bad) == ["lost"] * 3
+    assert (tmp_path / "calls").read_text().count("a call") == 3
     assert (await stores.error(bad))["type"] == "lost_too_often"
     assert await stores.pool.fetchval("SELECT count(*) FROM dead_letters") == 1
