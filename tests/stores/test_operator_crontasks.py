@@ -423,6 +423,34 @@ async def test_cr_14_a_new_zone_shows_its_next_time_at_once(stage: Stage, pool: 
     assert stage.kube.writes[-1]["nextScheduleTime"] == "2026-11-30T00:00:00Z"
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("generation", [1, 2])
+async def test_a_new_empty_database_decides_no_slot_again(
+    stage: Stage, pool: Pool, databases: Databases, generation: int, restarted: bool
+) -> None:
+    uid = uuid4()
+    await stage.see(task(uid=uid, generation=generation, schedule="* * * * *"))
+    await fired(pool)
+    stage.clock += 16
+    await stage.tasks.look()
+    decided = {one.slot for one in await slots.history(pool, uid)}
+    assert len(decided) >= 3
+    async with databases.migrated() as other_url, connected(other_url) as other_pool:
+        stage.url = other_url
+        if restarted:
+            stage.restart()
+        await stage.tasks.look()
+        await fired(other_pool, ahead=timedelta(minutes=3))
+        again = {one.slot for one in await slots.history(other_pool, uid)}
+        assert again & decided == set()
+        assert again, "it goes on"
+    async with databases.migrated() as third_url, connected(third_url) as third_pool:
+        stage.url = third_url  # so soon that the status says nothing of the second one
+        await stage.tasks.look()
+        await fired(third_pool)
+        assert {one.slot for one in await slots.history(third_pool, uid)} & decided == set()
+
+
 async def test_a_suspended_task_shows_no_next_time(stage: Stage) -> None:
     uid = uuid4()
     await stage.see(task(uid=uid))
