@@ -266,7 +266,7 @@ async def test_cr_07_missed_slots_are_made_up_once_each_and_older_ones_are_skipp
 @pytest.mark.parametrize(
     ("catch_up", "late"), [({"mode": "All", "limit": 4}, 4), ({"mode": "Latest"}, 0), ({"mode": "None"}, 0), ({}, 10)]
 )
-async def test_after_an_outage_catch_up_says_what_is_made_up_for(stage: Stage, catch_up: dict[str, Any], late: int) -> None:
+async def test_cr_11_after_an_outage_catch_up_says_what_is_made_up_for(stage: Stage, catch_up: dict[str, Any], late: int) -> None:
     task = await stage.put(since=stage.before(30), catchUp=catch_up)
     await stage.tick()
     assert await stage.outcomes(task) == [DEADLINE] * (29 - late) + [LATE] * late + [RAN]
