@@ -482,3 +482,14 @@ async def test_writers_at_the_same_time_leave_the_newest(pool: Pool) -> None:
     await asyncio.gather(*(write(generation) for generation in (3, 1, 5, 2, 4)))
     stored = await only(pool)
     assert (stored.schedule.generation, json.loads(stored.schedule.spec)) == (5, {"n": 5})
+
+
+async def test_thousands_of_crontasks_that_are_made_anew_again_and_again_are_stored(pool: Pool) -> None:
+    """Each looks for its predecessors by name: row by row that would be millions of comparisons, which Postgres does not end in time."""
+    for _ in range(3):
+        made = [Schedule(uuid4(), 1, json.dumps({"name": f"task-{number}", "schedule": "@daily"}), NOW) for number in range(4000)]
+        async with pool.acquire() as conn:
+            await cron_tasks.replace(conn, made)
+            await cron_tasks.replace(conn, made)
+    assert await cron_tasks.count_live(pool) == 4000
+    assert await pool.fetchval("SELECT count(*) FROM cron_tasks") == 12_000
