@@ -217,9 +217,13 @@ class CronTasks:
         return cron_tasks.Schedule(UUID(uid_of(task)), generation, manifest.as_row(), self._slots_from(task, generation))
 
     def _slots_from(self, task: Body, generation: int) -> datetime:
-        """When this generation was first seen: by the API server, for the first one; else by this process."""
+        """When this generation was first seen: by the API server, for the first one; else by this process. But no slot is decided again
+        that the status has as decided: it may have been in another database.
+        """
         seen = self._first_seen.get(uid_of(task))
-        return seen[1] if seen is not None and seen[0] == generation else self._see(task)
+        since = seen[1] if seen is not None and seen[0] == generation else self._see(task)
+        decided = (task.get("status") or {}).get("lastScheduleTime")
+        return max(since, datetime.fromisoformat(decided)) if decided else since
 
     def _see(self, task: Body) -> datetime:
         generation, at = generation_of(task), self._now()

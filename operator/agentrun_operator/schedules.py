@@ -78,7 +78,7 @@ def members(state: TaskState | None, manifest: CronTask | None, *, old: Mapping[
         return {name: old[name] for name in MEMBERS if name in old}
     following = _next(state, manifest, now)
     found = {
-        "lastScheduleTime": _stamp(state.last_slot),
+        "lastScheduleTime": _stamp(state.last_slot) or old.get("lastScheduleTime"),  # a new database goes on after it
         "lastOutcome": state.last_outcome.value if state.last_outcome else None,
         "lastSuccessfulTime": _stamp(state.last_success),
         "nextScheduleTime": _stamp(following[0] if following else None),

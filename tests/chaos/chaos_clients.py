@@ -38,6 +38,8 @@ class Clients:
         self.seen.sent[one.key] = one.text
         answers = await asyncio.gather(*(self._submit(one) for _ in range(one.copies)))
         others = []
+        if one.key in self.seen.refused:
+            return
         if one.again is not None:
             others.append(self._later(one.again, self._submit(one)))
         if one.cancel is not None:
@@ -57,10 +59,19 @@ class Clients:
         return self._rng.choice(self.system.gateways).base_url
 
     async def _submit(self, one: Submission) -> str:
+        """The id of its run; none if it has given up."""
         headers = self.system.headers | {"Idempotency-Key": one.key}
+        unanswered = False
         while True:
             url = f"{self._gateway()}/v1/sessions/{one.session}/messages"
+            stored = any(before.key == one.key for before in self.seen.accepted)
             response = await self._post(url, headers, {"input": one.text})
+            unanswered |= response is None
+            if response is not None and response.status_code == 429:
+                self._refused(one, response, stored)
+                if one.gives_up and not unanswered:
+                    self.seen.refused.add(one.key)
+                    return ""
             if response is not None and response.status_code == 202:
                 replayed = response.headers.get("Idempotency-Replayed") == "true"
                 self.seen.accepted.append(Accepted(one.key, response.json()["run_id"], replayed))
@@ -69,6 +80,11 @@ class Clients:
                 self.seen.wrong.append(f"{one.key}: {response.status_code} {response.text[:300]}")
                 await asyncio.sleep(self._patience)
             await asyncio.sleep(PAUSE_SECONDS)
+
+    def _refused(self, one: Submission, response: httpx2.Response, stored: bool) -> None:
+        self.seen.counts["429"] += 1
+        if stored or response.json()["code"] != "budget_exhausted" or int(response.headers["Retry-After"]) < 1:
+            self.seen.wrong.append(f"{one.key}: refused {'after it was accepted' if stored else response.text[:300]}")
 
     async def _cancel(self, run_id: str) -> None:
         while True:

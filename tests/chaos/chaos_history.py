@@ -37,6 +37,7 @@ class Seen:
 
     sent: dict[str, str] = field(default_factory=dict)  # key -> text
     accepted: list[Accepted] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)  # keys that were never sent again after a 429, nor had been before it
     readers: list[Reader] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)

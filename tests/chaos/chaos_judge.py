@@ -67,6 +67,7 @@ class _Judge:
             "every message has one fate, in order": self._fates(),
             "the ledger is what the provider counted": self._money(),
             "the budgets are what the ledger says": self._budgets(),
+            "what was refused leaves nothing": self._refused(),
             "an effect happens once": self._effects(),
             "no client gets an answer that it cannot deal with": iter(history.seen.wrong),
             "nothing is left in Redis": iter([f"{history.left} entries"] if history.left else []),
@@ -88,7 +89,8 @@ class _Judge:
         for key, count in keys.items():
             if count != 1 or key not in self._history.seen.sent:
                 yield f"{key}: {count} runs"
-        for key in self._history.seen.sent.keys() - run_of.keys():
+        self.verdict.counts["refused with 429"] = len(self._history.seen.refused)
+        for key in self._history.seen.sent.keys() - run_of.keys() - self._history.seen.refused:
             yield f"{key} was never answered 202"
         letters = {row["run_id"] for row in self._history.tables.dead_letters}
         outcomes: dict[str, list[str]] = defaultdict(list)
@@ -158,7 +160,7 @@ class _Judge:
         last: dict[str, int] = {}
         sent = Counter(row["text"] for row in self._history.tables.inputs)
         for key, text in self._history.seen.sent.items():
-            if sent[text] != 1:
+            if sent[text] != (key not in self._history.seen.refused):
                 yield f"{key} is held {sent[text]} times"
         for row in self._history.tables.inputs:
             self.verdict.counts["inputs with a fate"] += row["fate"] is not None
@@ -215,6 +217,13 @@ class _Judge:
         for scope, row in scopes.items():
             if row["reserved"] != 0:
                 yield f"{scope} has {row['reserved']} set aside for runs that have ended"
+
+    def _refused(self) -> Iterator[str]:
+        """Its client sent it once, and was told that it is not taken."""
+        runs = {row["client_key"]: row["id"] for row in self._history.tables.runs}
+        for key in self._history.seen.refused:
+            if key in runs or key in self._history.acted:
+                yield f"{key} was refused: run {runs.get(key)}, happened {self._history.acted.get(key, 0)} times"
 
     def _effects(self) -> Iterator[str]:
         states = {row["key"]: row["state"] for row in self._history.tables.effects}

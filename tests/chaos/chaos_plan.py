@@ -1,7 +1,7 @@
 """What happens in a chaos run, decided beforehand by a seed: which fault each second, and what clients send. Pure."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 LEASE_SECONDS = 2
@@ -91,7 +91,7 @@ class Submission:
     """One message of a client, and how it behaves.
 
     `copies` requests go out at once with one key, and `again` seconds later another. `followers` are seeds of readers that break off.
-    `cancel` seconds after the answer the run is cancelled.
+    `cancel` seconds after the answer the run is cancelled. `gives_up`: when the day's budget is set aside for others, it is not sent again.
     """
 
     at: float
@@ -102,6 +102,7 @@ class Submission:
     again: float | None = None
     followers: tuple[int, ...] = ()
     cancel: float | None = None
+    gives_up: bool = False
 
     @property
     def key(self) -> str:
@@ -186,18 +187,17 @@ def _submissions(seed: int, runs: int) -> list[Submission]:
         at = number / RUNS_PER_SECOND + rng.random() / RUNS_PER_SECOND
         followed_up = made and rng.random() < 0.2
         session = made[-1].session if followed_up else f"{rng.choice('ppg')}{rng.randrange(sessions)}"
-        made.append(
-            Submission(
-                at=made[-1].at + rng.uniform(0.05, 0.6) if followed_up else at,
-                number=number,
-                session=session,
-                text=_text(rng, number, made=session.startswith("g")),
-                copies=rng.choice([1, 1, 1, 2, 3]),
-                again=rng.uniform(0.2, 5) if rng.random() < 0.25 else None,
-                followers=tuple(rng.randrange(2**32) for _ in range(rng.choice([1, 1, 2]))),
-                cancel=rng.uniform(0, 2.5) if rng.random() < 0.1 else None,
-            )
+        one = Submission(
+            at=made[-1].at + rng.uniform(0.05, 0.6) if followed_up else at,
+            number=number,
+            session=session,
+            text=_text(rng, number, made=session.startswith("g")),
+            copies=rng.choice([1, 1, 1, 2, 3]),
+            again=rng.uniform(0.2, 5) if rng.random() < 0.25 else None,
+            followers=tuple(rng.randrange(2**32) for _ in range(rng.choice([1, 1, 2]))),
+            cancel=rng.uniform(0, 2.5) if rng.random() < 0.1 else None,
         )
+        made.append(replace(one, gives_up=one.copies == 1 and one.again is None))
     return sorted(made, key=lambda one: one.at)
 
 

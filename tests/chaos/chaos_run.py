@@ -164,6 +164,8 @@ def _bites(system: ChaosSystem, history: History) -> Counter[str]:
             "runs cancelled": status["cancelled"],
             "answers replayed": sum(one.replayed for one in seen.accepted),
             "answers 503": seen.counts["503"],
+            "answers 429": seen.counts["429"],
+            "messages refused": len(seen.refused),
             "requests without an answer": seen.counts["requests without an answer"],
             "streams taken up": sum(reader.connections - 1 for reader in readers if reader.connections > 1),
             "restarts that readers saw": sum(reader.restarts for reader in readers),

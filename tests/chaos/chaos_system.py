@@ -37,7 +37,7 @@ spec:
   workers: {{leaseSeconds: {LEASE_SECONDS}, concurrency: 8, drainSeconds: 0, maxRunSeconds: 60}}
   reaper: {{idleSeconds: {LEASE_SECONDS}, intervalSeconds: 1, maxLostAttempts: {MAX_LOST_ATTEMPTS}}}
   followUps: {{policy: Merge, windowSeconds: 5}}
-  budget: {{usdPerRun: "10", usdPerDay: "1000000", usdPerUserDay: "900000"}}
+  budget: {{usdPerRun: "10", usdPerDay: "310", usdPerUserDay: "305"}}
 """
 BUSY_WITHIN = 1.5
 """Seconds that a fault waits for its victim to have something to lose."""

@@ -29,9 +29,10 @@ def run_row(run: str, position: int, status: str, **more: Any) -> dict[str, Any]
 
 
 def good() -> History:
-    """m0 is superseded by m1, which acts, and answers both in its second attempt; the first died with its worker."""
+    """m0 is superseded by m1, which acts, and answers both in its second attempt; the first died with its worker. m2 was refused."""
     seen = Seen(
-        sent={"m0": "one", "m1": f"{ORDER} two"},
+        sent={"m0": "one", "m1": f"{ORDER} two", "m2": "three"},
+        refused={"m2"},
         accepted=[Accepted("m0", FIRST, False), Accepted("m1", SECOND, False), Accepted("m1", SECOND, True)],
         readers=[Reader(FIRST, [0, 1], "", "superseded", 1), Reader(SECOND, [0, 1, 2, 3, 4, 5], "ab", "completed", 2)],
     )
@@ -92,7 +93,7 @@ ENDS, NUMBERS, READERS = (
     "what a reader saw is the log",
 )
 ANSWERS, FATES = "an answer is whole, and each piece of it is there once", "every message has one fate, in order"
-BUDGETS = "the budgets are what the ledger says"
+BUDGETS, REFUSED = "the budgets are what the ledger says", "what was refused leaves nothing"
 MONEY, EFFECTS, REDIS = "the ledger is what the provider counted", "an effect happens once", "nothing is left in Redis"
 
 HARM: list[tuple[str, str, Callable[[History], Any]]] = [
@@ -135,6 +136,10 @@ HARM: list[tuple[str, str, Callable[[History], Any]]] = [
     ("counted for nobody", BUDGETS, lambda h: h.tables.counters.pop(1)),
     ("counted and not spent", BUDGETS, lambda h: h.tables.counters[1].update(spent=2)),
     ("set aside for ever", BUDGETS, lambda h: h.tables.counters[1].update(reserved=1)),
+    ("refused and stored", REFUSED, lambda h: h.tables.runs[0].update(client_key="m2")),
+    ("refused and done", REFUSED, lambda h: setattr(h, "acted", {"m1": 1, "m2": 1})),
+    ("refused and held", FATES, lambda h: h.tables.inputs.append({**h.tables.inputs[0], "text": "three"})),
+    ("given up without a reason", ENDS, lambda h: h.seen.refused.clear()),
     ("an effect twice", EFFECTS, lambda h: setattr(h, "acted", {"m1": 2})),
     ("an effect that never happened", EFFECTS, lambda h: setattr(h, "acted", {})),
     ("an effect without a record", EFFECTS, lambda h: h.tables.effects.clear()),

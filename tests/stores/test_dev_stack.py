@@ -1,6 +1,8 @@
 """`agentrun dev` as a person uses it: it answers, leaves nothing behind, and a killed one is continued by the next start."""
 
 import asyncio
+import csv
+import io
 import os
 import re
 import signal
@@ -8,12 +10,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from uuid import uuid4
 
 import asyncpg
 import httpx2
 import pytest
+from commands import command
 from processes import clean_environment
 from store_servers import choose_programs, short_folder
 from waiting import eventually
@@ -203,6 +207,44 @@ async def test_it_serves_without_a_message_until_it_is_stopped(dev: Dev) -> None
     assert await dev.ended() == 0, dev.output()
     assert "you  " not in dev.output()
     assert dev.left() == []
+
+
+async def test_what_the_demo_has_spent_is_the_same_by_command_csv_and_api(dev: Dev) -> None:
+    """Of `make demo`, as the README and docs/costs.md have it: its example, its key, a second terminal."""
+    started = dev.start_on(EXAMPLES / "minimal" / "agentrun.yaml", "--port", "0", "--serve")
+    told = await eventually(lambda: re.search(r"URL=(\S+) KEY=(\S+)", dev.output()), within=60, what="it serves")
+    url, key = told[1], (dev.folder / ".agentrun/dev-minimal/dev-key").read_text().strip()
+    shown = []
+    async with httpx2.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, trust_env=False) as client:
+        for session, text in enumerate(("hi", "how are you?", "2 cups of tea")):
+            sent = await client.post(f"/v1/sessions/s{session}/messages", json={"input": text})
+            await client.get(f"/v1/runs/{sent.json()['run_id']}/events", timeout=30)
+            shown.append((await client.get(f"/v1/runs/{sent.json()['run_id']}")).json()["usage"])
+        report = (await client.get("/v1/usage?group_by=day,model")).json()
+    code, table, said = await command(url, key, "usage", "--group-by", "day,model")
+    assert code == 0, said
+    _, text, _ = await command(url, key, "usage", "--group-by", "day,model", "--csv")
+    started.terminate()
+    assert await dev.ended() == 0, dev.output()
+
+    assert report["total"]["calls"] == 3 and report["total"]["input_tokens"] == sum(one["input_tokens"] for one in shown)
+    assert Decimal(report["total"]["cost_usd"]) == sum(Decimal(one["cost_usd"]) for one in shown) > 0
+    columns = (
+        "day",
+        "model",
+        "calls",
+        "input_tokens",
+        "cached_tokens",
+        "output_tokens",
+        "cost_usd",
+        "unpriced",
+        "unmeasured",
+        "lost_usd",
+    )
+    groups = [[str(one[name]) for name in columns] for one in report["groups"]]
+    assert [[row[name] for name in columns] for row in csv.DictReader(io.StringIO(text))] == groups
+    assert [line.split() for line in table.splitlines()[1:-1]] == groups
+    assert table.splitlines()[-1].split() == ["total", *(str(report["total"][name]) for name in columns[2:])]
 
 
 async def test_the_end_of_a_store_ends_everything_at_once_and_says_why(dev: Dev) -> None:

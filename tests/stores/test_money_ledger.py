@@ -235,8 +235,9 @@ async def test_the_command_prices_by_the_manifests_prices_and_says_what_is_left(
     row = replace(
         ledger_row(cost=None), provider="openai", input_tokens=1_000_000, cached_tokens=0, output_tokens=0, reasoning_tokens=0
     )
-    await books(pool, run, replace(row, model="own"), replace(row, call=1, model="unknown"), replace(row, call=2, model="own"))
+    await books(pool, run, *(replace(row, call=call, model="unknown" if call == 1 else "own") for call in range(4)))
     await pool.execute("UPDATE ledger SET at = '2026-01-31T23:59:59.5Z' WHERE call = 2")
+    await pool.execute("UPDATE ledger SET at = '2026-01-15T23:59:59.5Z' WHERE call = 3")
     manifest = tmp_path / "agentrun.yaml"
     manifest.write_text(
         """{apiVersion: agentrun.dev/v1alpha1, kind: AgentRun, metadata: {name: a}, spec: {agent: {model: "demo:chat"},
@@ -254,6 +255,8 @@ async def test_the_command_prices_by_the_manifests_prices_and_says_what_is_left(
         out, _ = await process.communicate()
         return process.returncode, out.decode()
 
+    without_dashes = await command("--from", "20260115", "--to", "20260115")
+    assert without_dashes == (0, "1 calls have a price now: 0.5 USD\n"), "a day all the same"
     assert await command("--from", "2026-01-01", "--to", "2026-01-30") == (0, "0 calls have a price now: 0 USD\n")
     assert await command("--from", "2026-01-31", "--to", "2026-01-31") == (0, "1 calls have a price now: 0.5 USD\n")
     for priced_now in ("1 calls have a price now: 0.5 USD", "0 calls have a price now: 0 USD"):

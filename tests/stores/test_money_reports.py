@@ -204,14 +204,25 @@ async def test_days_are_a_range_and_nothing_is_a_report_too(room: Room) -> None:
     await room.pool.execute("UPDATE ledger SET at = at - interval '3 days'")
     today = datetime.now(UTC).date()
     day = today - timedelta(days=3)
-    assert (await room.get(f"/v1/usage?from={day}&to={day}")).json()["total"]["calls"] == 1
+    for text in (f"{day}", f"{day:%Y%m%d}"):
+        found = (await room.get(f"/v1/usage?from={text}&to={text}")).json()
+        assert (found["from"], found["to"], found["total"]["calls"]) == (str(day), str(day), 1)
     empty = (await room.get(f"/v1/usage?from={today}&to={today}")).json()
     assert (empty["groups"], empty["total"]["calls"], empty["total"]["cost_usd"]) == ([], 0, "0")
     assert (await room.get("/v1/usage")).json()["from"] == str(today - timedelta(days=29))
 
 
 @pytest.mark.parametrize(
-    "query", ["group_by=moon", "group_by=day,day", "group_by=", "from=2026-02-31", "from=2026-02-02&to=2026-02-01", "format=xml"]
+    "query",
+    [
+        "group_by=moon",
+        "group_by=day,day",
+        "group_by=",
+        "from=2026-02-31",
+        "from=2026-02-02&to=2026-02-01",
+        "to=1764460800",
+        "format=xml",
+    ],
 )
 async def test_what_cannot_be_reported_is_refused_in_words(room: Room, query: str) -> None:
     refused = await room.get(f"/v1/usage?{query}")

@@ -22,6 +22,9 @@ FOR_TEN = """
 ONE_RUN = "[[size n=3800 piece=95]] [[slow ms=5]] write"
 """950 output tokens: 0.095 USD."""
 
+CROSSING = "[[slow ms=1]] " + " ".join(['[[tool shout {"text": "%s"}]]' % ("x" * 2600)] * 4)
+"""Four calls of 0.065 USD, if it may."""
+
 
 @pytest.fixture
 async def whole(database_url: str, redis_url: str, product_processes: ProductProcesses, tmp_path: Path) -> AsyncIterator[System]:
@@ -82,6 +85,36 @@ async def test_fifty_runs_at_once_against_a_budget_for_ten_with_a_worker_killed(
     proof(f"of 1 USD spent {spent}; {codes.count(202)} of {len(codes)} runs admitted; {whole.provider.counts['calls']} calls")
     assert broken == [] and await wrong(whole.pool) == []
     assert reserved == 0 and Decimal("0.9") < spent <= 1
+
+
+async def test_runs_that_cross_their_limit_overrun_the_day_by_one_call_each_at_most(
+    whole: System, proof: Callable[[str], None]
+) -> None:
+    """All ten at the same time, with a worker killed in the middle of their calls: the bound of docs/costs.md, and that it is reached."""
+    limited(whole)
+    await asyncio.gather(whole.gateway(), whole.scheduler())
+    workers = await asyncio.gather(whole.worker(), whole.worker())
+    answers = await asyncio.gather(*(whole.post(CROSSING, session=f"s{n}") for n in range(20)))
+    admitted = [UUID(answer.json()["run_id"]) for answer in answers if answer.status_code == 202]
+    assert len(admitted) == 10
+    await attempt_is_under_way(whole, admitted[0], events=1)
+    (await whole.worker_of(admitted[0], list(workers))).kill()
+    await eventually(lambda: none_unfinished(whole), within=90, what="the ten have ended")
+
+    ends = await whole.pool.fetch("SELECT status, error ->> 'type' FROM runs")
+    assert {tuple(end) for end in ends} == {("failed", "budget_exceeded")}
+    bound = Decimal(1)
+    for run in admitted:
+        costs = [
+            row[0] for row in await whole.pool.fetch("SELECT cost_usd FROM ledger WHERE run_id = $1 ORDER BY epoch, call", run)
+        ]
+        assert sum(costs[:-1]) < Decimal("0.1") <= sum(costs), "the call that crosses the limit is the last one"
+        bound += costs[-1]
+    reserved, spent = await counted(whole.pool)
+    proof(f"of 1 USD spent {spent} by ten runs that crossed their limit; at most {bound}")
+    assert reserved == 0 and 1 < spent <= bound
+    assert (await whole.post(CROSSING, session="late")).status_code == 429
+    assert await wrong(whole.pool) == []
 
 
 async def test_totals_match_what_the_provider_counted_over_retries_tools_cuts_cancels_and_parallel_runs(whole: System) -> None:

@@ -423,6 +423,34 @@ async def test_cr_14_a_new_zone_shows_its_next_time_at_once(stage: Stage, pool: 
     assert stage.kube.writes[-1]["nextScheduleTime"] == "2026-11-30T00:00:00Z"
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("generation", [1, 2])
+async def test_a_new_empty_database_decides_no_slot_again(
+    stage: Stage, pool: Pool, databases: Databases, generation: int, restarted: bool
+) -> None:
+    uid = uuid4()
+    await stage.see(task(uid=uid, generation=generation, schedule="* * * * *"))
+    await fired(pool)
+    stage.clock += 16
+    await stage.tasks.look()
+    decided = {one.slot for one in await slots.history(pool, uid)}
+    assert len(decided) >= 3
+    async with databases.migrated() as other_url, connected(other_url) as other_pool:
+        stage.url = other_url
+        if restarted:
+            stage.restart()
+        await stage.tasks.look()
+        await fired(other_pool, ahead=timedelta(minutes=3))
+        again = {one.slot for one in await slots.history(other_pool, uid)}
+        assert again & decided == set()
+        assert again, "it goes on"
+    async with databases.migrated() as third_url, connected(third_url) as third_pool:
+        stage.url = third_url  # so soon that the status says nothing of the second one
+        await stage.tasks.look()
+        await fired(third_pool)
+        assert {one.slot for one in await slots.history(third_pool, uid)} & decided == set()
+
+
 async def test_a_suspended_task_shows_no_next_time(stage: Stage) -> None:
     uid = uuid4()
     await stage.see(task(uid=uid))
@@ -454,3 +482,14 @@ async def test_writers_at_the_same_time_leave_the_newest(pool: Pool) -> None:
     await asyncio.gather(*(write(generation) for generation in (3, 1, 5, 2, 4)))
     stored = await only(pool)
     assert (stored.schedule.generation, json.loads(stored.schedule.spec)) == (5, {"n": 5})
+
+
+async def test_thousands_of_crontasks_that_are_made_anew_again_and_again_are_stored(pool: Pool) -> None:
+    """Each looks for its predecessors by name: row by row that would be millions of comparisons, which Postgres does not end in time."""
+    for _ in range(3):
+        made = [Schedule(uuid4(), 1, json.dumps({"name": f"task-{number}", "schedule": "@daily"}), NOW) for number in range(4000)]
+        async with pool.acquire() as conn:
+            await cron_tasks.replace(conn, made)
+            await cron_tasks.replace(conn, made)
+    assert await cron_tasks.count_live(pool) == 4000
+    assert await pool.fetchval("SELECT count(*) FROM cron_tasks") == 12_000

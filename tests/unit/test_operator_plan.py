@@ -112,6 +112,7 @@ EVERYBODY = {*SERVING}
         ({"workers": {"retries": 5}}, {Component.WORKER, Component.SCHEDULER}),
         ({"workers": {"resources": {"requests": {"cpu": "1"}}}}, {Component.WORKER}),
         ({"scaling": {"targetPerWorker": 3}}, set()),
+        ({"scheduler": {"replicas": 1}}, set()),
         ({"gateway": {"auth": {"keysSecretRef": {"name": "api-keys"}}, "maxBodyBytes": 2048}}, {Component.GATEWAY}),
         ({"gateway": {"auth": {"keysSecretRef": {"name": "api-keys"}}, "replicas": 4}}, set()),
         ({"gateway": {"auth": {"keysSecretRef": {"name": "api-keys"}}, "service": {"port": 8080}}}, set()),

@@ -145,6 +145,12 @@ def test_workers_get_their_drain_time_and_a_margin() -> None:
     assert "replicas" not in worker["spec"]
 
 
+@pytest.mark.parametrize(("given", "replicas"), [({}, 2), ({"scheduler": {"replicas": 3}}, 3)])
+def test_there_are_as_many_schedulers_as_the_spec_says(given: dict[str, Any], replicas: int) -> None:
+    found = {ref_of(body): body for body in everything(**given)}
+    assert found[names.component(KEY, Component.SCHEDULER)]["spec"]["replicas"] == replicas
+
+
 def test_the_pod_template_of_the_spec_is_added_and_does_not_replace_what_is_ours() -> None:
     template = {
         "labels": {"team": "x"},

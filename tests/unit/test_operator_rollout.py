@@ -69,7 +69,7 @@ def test_workers_that_wake_from_zero_do_not_take_ready_away_and_those_that_fail_
     )
     world.set_status(
         world.deployment(Component.SCHEDULER),
-        {"observedGeneration": 1, "replicas": 1, "updatedReplicas": 1, "availableReplicas": 1},
+        {"observedGeneration": 1, "replicas": 2, "updatedReplicas": 2, "availableReplicas": 2},
     )
     planned = world.reconcile()
     assert world.says(WORKERS) == ("Unknown", "Starting")

@@ -40,6 +40,7 @@ _OPERATOR_ONLY: _Paths = (
     ("workers", "maxReplicas"),
     ("workers", "resources"),
     ("scaling",),
+    ("scheduler",),
     ("networkPolicy",),
     ("podTemplate",),
 )

@@ -106,7 +106,7 @@ def worker(given: Rendered) -> Json:
 
 
 def scheduler(given: Rendered) -> Json:
-    """Reaps, sweeps, and starts what is scheduled. A second one for a moment does no harm."""
+    """Reaps, sweeps, and starts what is scheduled. None leads."""
     pod = Pod(
         Component.SCHEDULER,
         given.image,
@@ -117,7 +117,7 @@ def scheduler(given: Rendered) -> Json:
         volumes=[config_volume(given.configs[Component.SCHEDULER])],
         annotations=_digests(given, Component.SCHEDULER),
     )
-    return _deployment(given, pod, {"replicas": 1})
+    return _deployment(given, pod, {"replicas": given.manifest.spec.scheduler.replicas})
 
 
 def _deployment(given: Rendered, pod: Pod, spec: Json) -> Json:

@@ -1,7 +1,8 @@
 """`agentrun costs`: work on the ledger itself, where the database is: in a pod of the scheduler, or beside `agentrun dev`."""
 
 import asyncio
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import UTC, date, datetime, time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -68,9 +69,10 @@ def _overrides(current: Settings) -> "Overrides":
 
 def _moment(option: str, text: str, *, end: bool) -> datetime:
     """A day, or a moment; without an offset in UTC. A day as an end is its last moment."""
+    with suppress(ValueError):
+        return datetime.combine(date.fromisoformat(text), time.max if end else time.min, UTC)
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
         raise ConfigurationError(f"{option}: {text!r} is no day; write 2026-11-01 or 2026-11-01T10:00Z") from None
-    found = found.replace(tzinfo=UTC) if found.tzinfo is None else found
-    return found.replace(hour=23, minute=59, second=59, microsecond=999_999) if end and len(text) == len("2026-11-01") else found
+    return found.replace(tzinfo=UTC) if found.tzinfo is None else found

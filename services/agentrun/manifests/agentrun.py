@@ -30,6 +30,7 @@ from agentrun.manifests.execution import (
     ReaperSpec,
     RetentionSpec,
     ScalingSpec,
+    SchedulerSpec,
     StreamingSpec,
     SubmissionSpec,
     WorkersSpec,
@@ -198,6 +199,11 @@ class AgentRunSpec(Spec):
     )
     workers: WorkersSpec = Field(default_factory=WorkersSpec, description="The processes that execute runs.")
     scaling: ScalingSpec = Field(default_factory=ScalingSpec, description="How many workers are wanted for how much work.")
+    scheduler: SchedulerSpec = Field(
+        default_factory=SchedulerSpec,
+        description="The processes that fire CronTasks and look after stuck work.",
+        json_schema_extra=ONLY_IN_KUBERNETES,
+    )
     reaper: ReaperSpec = Field(default_factory=ReaperSpec, description="How stuck work is found.")
     submission: SubmissionSpec = Field(default_factory=SubmissionSpec, description="How submissions are told apart.")
     follow_ups: FollowUpsSpec = Field(default_factory=FollowUpsSpec, description="Messages while a session is busy.")

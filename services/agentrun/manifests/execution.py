@@ -1,4 +1,4 @@
-"""The parts of an AgentRun that say how runs are executed: workers and their number, stuck work, submissions, event flushes."""
+"""The parts of an AgentRun that say how runs are executed: workers and their number, schedulers, stuck work, submissions, event flushes."""
 
 from typing import Literal
 
@@ -69,6 +69,14 @@ class ScalingSpec(Spec):
     )
     cooldown_seconds: int = Field(
         default=300, ge=0, le=86_400, description="The last worker goes only after this long without any work."
+    )
+
+
+class SchedulerSpec(Spec):
+    """The processes that fire CronTasks and look after stuck work."""
+
+    replicas: int = Field(
+        default=2, ge=1, le=10, description="Schedulers that work at the same time; none leads, and no slot starts twice."
     )
 
 

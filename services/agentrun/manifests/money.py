@@ -37,7 +37,7 @@ class BudgetSpec(Spec):
     )
     usd_per_run: Usd | None = Field(
         default=None,
-        description="What one run may cost, in USD, all attempts together: it fails with budget_exceeded at its next step. "
+        description="What one run may cost, in USD, more than 0, all attempts together: it fails with budget_exceeded at its next step. "
         "Set aside for it in the limits of the day until it ends.",
     )
     time_zone: TimeZone = Field(
@@ -51,6 +51,8 @@ class BudgetSpec(Spec):
 
     @model_validator(mode="after")
     def _limits_agree(self) -> "BudgetSpec":
+        if self.usd_per_run is not None and not Decimal(self.usd_per_run):
+            refuse(("usdPerRun",), "0, with which every run fails at once", "set it to what one run may cost, or leave it out")
         for name, limit in (("usdPerDay", self.usd_per_day), ("usdPerUserDay", self.usd_per_user_day)):
             if limit is None:
                 continue

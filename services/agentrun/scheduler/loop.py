@@ -5,6 +5,7 @@ row and the run's key, made of the scheduled minute, are conflicts for everybody
 the commit leaves nothing, one after it leaves runs that the sweep publishes.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -19,6 +20,7 @@ from agentrun.domain import slots
 from agentrun.domain.errors import AgentrunError, StoreUnavailable
 from agentrun.domain.slots import STARTED, SlotOutcome
 from agentrun.domain.states import RunStatus
+from agentrun.maintenance.supervise import Stamp
 from agentrun.schedules import tasks
 from agentrun.schedules.decision import Concurrency, Stretch, decide
 from agentrun.schedules.starting import Owner, start_slots
@@ -32,6 +34,9 @@ from agentrun.store.pool import Connection, Pool, unavailable
 from agentrun.store.slots import Slot, Started
 from agentrun.store.transitions import Reason, Submitted, TakenOver
 from agentrun.telemetry import BUDGET_REFUSALS, RUNS_FINISHED, SLOT_DELAY, SLOTS, SLOTS_FORGOTTEN, TAKEOVERS
+
+LOOK_SECONDS = 1.0
+"""Between the end of one look at all tasks and the next."""
 
 _REFUSED = (asyncpg.PostgresError, asyncpg.InterfaceError)
 """What `unavailable` lets through: errors about values."""
@@ -87,11 +92,19 @@ class Firing:
         self._broken: set[UUID] = set()
         self._last: UUID | None = None
 
-    async def tick(self) -> None:
+    async def keep_looking(self, stamp: Stamp) -> None:
+        """Ticks until it is cancelled. Each task is progress, however long all of them take together. Raises StoreUnavailable."""
+        while True:
+            await self.tick(stamp)
+            stamp()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def tick(self, stamp: Stamp = lambda: None) -> None:
         """Decides what is due; at the first time, looks at every task. Raises StoreUnavailable."""
         found = await cron_tasks.due(self._pool, ahead=self._ahead, whatever=not self._begun)
         for uid in sorted(found, key=lambda uid: uid == self._last):
             self._last = uid  # if Postgres fails at this one, it is the last one next time: it may be its own fault
+            stamp()
             news = await self._try(uid)
             if news is not None and (news.heads or news.cancelled):
                 await self._announcer.send(news)

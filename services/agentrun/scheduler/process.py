@@ -30,7 +30,6 @@ from agentrun.settings import Settings
 from agentrun.store import usage
 from agentrun.store.pool import Pool, create_pool
 
-SLOT_SECONDS = 1.0
 SWEEP_SECONDS = 1.0
 TIDY_SECONDS = 30.0
 WATCH_SECONDS = 15.0
@@ -73,7 +72,7 @@ async def run(settings: Settings, manifest: AgentRun, *, stop: asyncio.Event | N
                     suspended=manifest.spec.suspend,
                     budget=budget_of(manifest.spec),
                 )
-                supervisor.every("slots", SLOT_SECONDS, firing.tick)
+                supervisor.run("slots", firing.keep_looking)
                 watching = Watching(pool, namespace=settings.namespace, suspended=manifest.spec.suspend)
                 supervisor.every("watch-cron-tasks", WATCH_SECONDS, watching.tick)
                 supervisor.every("usage", USAGE_SECONDS, lambda: _fold(pool))

@@ -100,18 +100,19 @@ _OTHER_TIMES = """(
 
 _UPSERT = f"""
 INSERT INTO cron_tasks AS known (uid, generation, spec, slots_from)
-SELECT new.uid, new.generation, new.spec, greatest(before.decided, CASE
-    WHEN before.same_since IS NULL THEN least(new.slots_from, now())
-    ELSE greatest(before.same_since, least(new.slots_from, now()) - interval '{HANDED_OVER}') END)
-FROM unnest($1::uuid[], $2::bigint[], $3::jsonb[], $4::timestamptz[]) AS new (uid, generation, spec, slots_from)
-CROSS JOIN LATERAL (
-    SELECT max(p.decided_through) AS decided, max(p.slots_from) FILTER (
+SELECT uid, generation, spec, greatest(decided, CASE
+    WHEN same_since IS NULL THEN least(slots_from, now())
+    ELSE greatest(same_since, least(slots_from, now()) - interval '{HANDED_OVER}') END)
+FROM (
+    SELECT new.*, max(p.decided_through) AS decided, max(p.slots_from) FILTER (
         WHERE p.deleted_at > new.slots_from - interval '{HANDED_OVER}'
         AND p.spec -> 'schedule' = new.spec -> 'schedule' AND p.spec -> 'timeZone' IS NOT DISTINCT FROM new.spec -> 'timeZone'
         AND p.spec -> 'suspend' IS DISTINCT FROM 'true'::jsonb AND NOT EXISTS (SELECT FROM cron_tasks t WHERE t.uid = new.uid)
         ) AS same_since
-    FROM cron_tasks p WHERE p.spec ->> 'name' = new.spec ->> 'name' AND p.uid <> new.uid) before
-ORDER BY new.uid
+    FROM unnest($1::uuid[], $2::bigint[], $3::jsonb[], $4::timestamptz[]) AS new (uid, generation, spec, slots_from)
+    LEFT JOIN cron_tasks p ON p.spec ->> 'name' = new.spec ->> 'name' AND p.uid <> new.uid
+    GROUP BY new.uid, new.generation, new.spec, new.slots_from) seen
+ORDER BY uid
 ON CONFLICT (uid) DO UPDATE SET
     slots_from = CASE WHEN known.generation < excluded.generation AND (
             known.deleted_at IS NOT NULL OR {_OTHER_TIMES})

@@ -4,7 +4,7 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from starlette.responses import Response
 
 from agentrun.costs import reports
@@ -19,8 +19,9 @@ MOST_GROUPS = 20_000
 DAYS = 30
 """A report covers so many days if no beginning is given."""
 
-First = Annotated[date | None, Query(alias="from", description="The first day, in UTC; without it 30 days back.")]
-Last = Annotated[date | None, Query(alias="to", description="The last day, itself included, in UTC; without it today.")]
+_as_day = BeforeValidator(date.fromisoformat)  # pydantic alone would take a number for seconds since 1970
+First = Annotated[date | None, _as_day, Query(alias="from", description="The first day, in UTC; without it 30 days back.")]
+Last = Annotated[date | None, _as_day, Query(alias="to", description="The last day, itself included, in UTC; without it today.")]
 Grouping = Annotated[
     str, Query(alias="group_by", description="One or more of day, model, session, user, task, agent, with commas between them.")
 ]
