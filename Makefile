@@ -24,10 +24,11 @@ demo: .venv/.synced ## Chat on this machine with an offline model; MODEL=provide
 	@$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml $(if $(STATE),--state "$$STATE") $(if $(PORT),--port "$$PORT") \
 		$(if $(MODEL),--model "$$MODEL") $(if $(BASE_URL),--base-url "$$BASE_URL") $(if $(MESSAGE),--message "$$MESSAGE")
 
-test: .venv/.synced ## All tests; the stores tier twice, the second time on the system's Postgres 15 and Redis, or skipped
+test: .venv/.synced ## All tests; those of statements and scripts also on the system's Postgres 15 and Redis, or skipped there
 	@mkdir -p $(REPORTS) && rm -f $(REPORTS)/*.xml; status=0; \
 	$(PYTEST) --junitxml=$(REPORTS)/all.xml $(ARGS) || status=$$?; \
-	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
+	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores -m "not scale and (not processes or whole_path)" \
+		--junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
 	exit $$status
 
 test-long: .venv/.synced ## The tests that take many minutes, such as an API server that is away for five; needs KUBEBUILDER_ASSETS
@@ -41,7 +42,7 @@ test-planted: .venv/.synced ## Plant each known bug in a copy of the product, an
 	@mkdir -p $(REPORTS)
 	AGENTRUN_PLANTED=all $(PYTEST) tests/chaos/test_planted_bugs.py --junitxml=$(REPORTS)/planted.xml $(ARGS)
 
-test-system: .venv/.synced ## The stores tier on the system's Postgres 15 and Redis 7.0
+test-system: .venv/.synced ## The whole stores tier on the system's Postgres 15 and Redis 7.0
 	@mkdir -p $(REPORTS)
 	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores --junitxml=$(REPORTS)/system.xml $(ARGS)
 

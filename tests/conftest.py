@@ -42,10 +42,11 @@ PROCESSES = pytest.StashKey[ProductProcesses]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not os.environ.get(LONG):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason=f"{LONG} is not set: takes many minutes; make test-long"))
+    for item in items:
+        if item.get_closest_marker("long") and not os.environ.get(LONG):
+            item.add_marker(pytest.mark.skip(reason=f"{LONG} is not set: takes many minutes; make test-long"))
+        if "product_processes" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture(scope="session")

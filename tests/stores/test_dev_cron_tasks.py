@@ -18,6 +18,8 @@ from agentrun.store import cron_tasks, migrations
 from agentrun.store.cron_tasks import Stored
 from agentrun.store.pool import Pool, create_pool
 
+pytestmark = pytest.mark.processes
+
 RUN = """apiVersion: agentrun.dev/v1alpha1
 kind: AgentRun
 metadata: {name: support}

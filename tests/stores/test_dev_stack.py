@@ -24,6 +24,8 @@ from waiting import eventually
 
 from agentrun.dev.stores import Stores
 
+pytestmark = pytest.mark.processes
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LEASE_SECONDS = 2
 MARK = "AGENTRUN_TEST_MARK"

@@ -16,6 +16,8 @@ from whole_path import LEASE_SECONDS, System, attempt_is_under_way, random_cuts,
 
 from agentrun.store.migrations import migrate
 
+pytestmark = pytest.mark.whole_path
+
 TWO_STEPS = '[[tool add {"a": 2, "b": 3}]] [[slow ms=30]] [[deltas n=60]] what is it?'
 
 
