@@ -138,7 +138,8 @@ _REDIS_PROBLEMS = {
     StoreProblem.UNREACHABLE: (
         Status.UNKNOWN,
         Reason.REDIS_UNREACHABLE,
-        "Redis does not answer at the URL in {secret}; check that it runs, and that the operator may connect to it",
+        "Redis does not answer at the URL in {secret}; check that it runs, that its port speaks TLS just where the URL says rediss://, and "
+        "that the operator may connect to it (networkPolicy.storePorts of the chart)",
     ),
     StoreProblem.REFUSED: (
         Status.FALSE,
@@ -149,6 +150,18 @@ _REDIS_PROBLEMS = {
         Status.FALSE,
         Reason.REDIS_URL_INVALID,
         "{secret} holds no URL of Redis; write redis://user:password@host:6379/0, or rediss:// for TLS",
+    ),
+    StoreProblem.BAD_CERTIFICATE: (
+        Status.FALSE,
+        Reason.REDIS_URL_INVALID,
+        "the operator has no certificate file as the URL in {secret} names it (ssl_ca_certs); mount it into the operator's pods "
+        "(extraVolumes of the chart) and into those of the AgentRun",
+    ),
+    StoreProblem.UNTRUSTED: (
+        Status.FALSE,
+        Reason.REDIS_TLS_FAILED,
+        "the certificate of Redis at the URL in {secret} is not accepted; check that the file of ssl_ca_certs holds its authority, that "
+        "it is for this host, and that it has not expired",
     ),
     StoreProblem.TOO_OLD: (
         Status.FALSE,

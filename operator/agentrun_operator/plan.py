@@ -270,8 +270,10 @@ STALLED = frozenset(
         Reason.DATABASE_NOT_OURS,
         Reason.DATABASE_REFUSED,
         Reason.DATABASE_URL_INVALID,
+        Reason.DATABASE_TLS_FAILED,
         Reason.REDIS_REFUSED,
         Reason.REDIS_URL_INVALID,
+        Reason.REDIS_TLS_FAILED,
         Reason.REDIS_TOO_OLD,
         Reason.REDIS_EVICTS,
     }

@@ -95,11 +95,13 @@ class Reason(StrEnum):
     DATABASE_UNREACHABLE = "DatabaseUnreachable"
     DATABASE_REFUSED = "DatabaseRefused"
     DATABASE_URL_INVALID = "DatabaseUrlInvalid"
+    DATABASE_TLS_FAILED = "DatabaseTlsFailed"
     # QueueReady.
     QUEUE_READY = "QueueReady"
     REDIS_UNREACHABLE = "RedisUnreachable"
     REDIS_REFUSED = "RedisRefused"
     REDIS_URL_INVALID = "RedisUrlInvalid"
+    REDIS_TLS_FAILED = "RedisTlsFailed"
     REDIS_TOO_OLD = "RedisTooOld"
     REDIS_EVICTS = "RedisEvicts"
     # GatewayAvailable, WorkersAvailable.

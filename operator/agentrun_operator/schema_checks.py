@@ -22,7 +22,8 @@ _DATABASE_PROBLEMS = {
     StoreProblem.UNREACHABLE: (
         Status.UNKNOWN,
         Reason.DATABASE_UNREACHABLE,
-        "Postgres does not answer at the URL in {secret}; check that it runs, and that the operator may connect to it",
+        "Postgres does not answer at the URL in {secret}; check that it runs, and that the operator may connect to it "
+        "(networkPolicy.storePorts of the chart)",
     ),
     StoreProblem.REFUSED: (
         Status.FALSE,
@@ -33,6 +34,23 @@ _DATABASE_PROBLEMS = {
         Status.FALSE,
         Reason.DATABASE_URL_INVALID,
         "{secret} holds no URL of Postgres; write postgresql://user:password@host/database",
+    ),
+    StoreProblem.BAD_CERTIFICATE: (
+        Status.FALSE,
+        Reason.DATABASE_URL_INVALID,
+        "the operator has no certificate file as the URL in {secret} asks for it; sslmode=verify-full needs sslrootcert=FILE, a file "
+        "with the certificate authority in the operator's pods (extraVolumes of the chart) and in those of the AgentRun",
+    ),
+    StoreProblem.UNTRUSTED: (
+        Status.FALSE,
+        Reason.DATABASE_TLS_FAILED,
+        "the certificate of Postgres at the URL in {secret} is not accepted; check that the file of sslrootcert holds its authority, that "
+        "it is for this host, and that it has not expired",
+    ),
+    StoreProblem.NO_TLS: (
+        Status.FALSE,
+        Reason.DATABASE_TLS_FAILED,
+        "Postgres at the URL in {secret} speaks no TLS, which its sslmode asks for; switch it on there",
     ),
     StoreProblem.OTHER_APPLICATION: (
         Status.FALSE,

@@ -7,7 +7,7 @@ import asyncpg
 from agentrun.bus import connection
 from agentrun.bus.connection import LoginRefused, MayEvict, TooOld
 from agentrun.domain.errors import BusMisconfigured, BusUnavailable, ConfigurationError, StoreUnavailable
-from agentrun.store import budgets, cron_tasks, dead_letters, ledger, migrations
+from agentrun.store import budgets, cron_tasks, dead_letters, ledger, migrations, pool
 from agentrun.store.pool import Executor, connect, unavailable
 from agentrun_operator.facts import NOTHING_SPENT, BudgetFact, QueueFact, SchemaFact, SpendingFact, StoreProblem
 from agentrun_operator.hanging_up import close
@@ -35,6 +35,12 @@ async def ask_database(url: str) -> tuple[DatabaseFact, bool]:
         return _problem(StoreProblem.BAD_URL), False
     try:
         conn = await connect(url, name="agentrun-operator", command_timeout=ANSWER_SECONDS)
+    except pool.CertificateRefused:
+        return _problem(StoreProblem.UNTRUSTED), False
+    except pool.NoTls:
+        return _problem(StoreProblem.NO_TLS), False
+    except pool.CertificateUnreadable:
+        return _problem(StoreProblem.BAD_CERTIFICATE), False
     except StoreUnavailable as error:
         refused = isinstance(error.__cause__, asyncpg.InvalidAuthorizationSpecificationError | asyncpg.InvalidCatalogNameError)
         return _problem(StoreProblem.REFUSED if refused else StoreProblem.UNREACHABLE), False
@@ -84,6 +90,8 @@ async def ask_redis(url: str) -> tuple[QueueFact, bool]:
     """The same for a Redis."""
     try:
         redis = await connection.connect(url, size=1)
+    except connection.CertificateUnreadable:
+        return QueueFact(StoreProblem.BAD_CERTIFICATE), False
     except ConfigurationError:
         return QueueFact(StoreProblem.BAD_URL), False
     try:
@@ -92,6 +100,8 @@ async def ask_redis(url: str) -> tuple[QueueFact, bool]:
         return QueueFact(StoreProblem.EVICTS), False
     except TooOld:
         return QueueFact(StoreProblem.TOO_OLD), False
+    except connection.CertificateRefused:
+        return QueueFact(StoreProblem.UNTRUSTED), False
     except (LoginRefused, BusMisconfigured):
         return QueueFact(StoreProblem.REFUSED), False
     except BusUnavailable:

@@ -7,11 +7,15 @@ import sys
 from urllib.parse import urlsplit, urlunsplit
 
 import pytest
+from fault_proxy import fault_proxy
 from processes import clean_environment
-from store_servers import Databases, database_url
+from store_servers import Databases
+from store_servers import database_url as url_of
 
 from agentrun.domain.errors import ConfigurationError, StoreUnavailable
-from agentrun.store.pool import connect, create_pool, unavailable
+from agentrun.store.pool import NoTls, connect, create_pool, unavailable
+from agentrun_operator.facts import StoreProblem
+from agentrun_operator.store_looks import ask_database
 
 
 def another_user(url: str) -> str:
@@ -24,7 +28,7 @@ def another_user(url: str) -> str:
     [("database", 'database "nothing_here" does not exist'), ("role", 'role "nobody-here" does not exist')],
 )
 async def test_a_missing_database_or_role_is_named(databases: Databases, missing: str, told: str) -> None:
-    url = database_url(databases.url, "nothing_here") if missing == "database" else another_user(databases.url)
+    url = url_of(databases.url, "nothing_here") if missing == "database" else another_user(databases.url)
     done = subprocess.run(
         [sys.executable, "-m", "agentrun", "migrate"],
         env={**clean_environment(), "DATABASE_URL": url},
@@ -91,3 +95,11 @@ async def test_pg_02_who_gives_up_waiting_for_a_connection_takes_none_along(data
         await pool.release(conn)
     async with asyncio.timeout(5):
         await pool.close()
+
+
+async def test_a_postgres_that_speaks_no_tls_is_named_as_such(database_url: str) -> None:
+    async with fault_proxy(database_url, over_tcp=True) as postgres:
+        asking = postgres.url + ("&" if "?" in postgres.url else "?") + "sslmode=require"
+        with pytest.raises(NoTls, match="Postgres speaks no TLS, which sslmode in DATABASE_URL asks for"):
+            await connect(asking)
+        assert (await ask_database(asking))[0].schema.problem is StoreProblem.NO_TLS

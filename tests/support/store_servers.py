@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -120,13 +120,14 @@ class PrivateServer:
 
 
 @contextlib.asynccontextmanager
-async def private_server(kind: type[Redis] | type[Postgres]) -> AsyncIterator[PrivateServer]:
+async def private_server(
+    kind: type[Redis] | type[Postgres], settings: Mapping[str, str] | None = None
+) -> AsyncIterator[PrivateServer]:
     """A started server with its own data: Redis with its append-only file, Postgres with an empty cluster."""
     with short_folder() as folder:
         sockets = folder / "s"
         sockets.mkdir(mode=0o700)
-        settings = POSTGRES_SETTINGS if kind is Postgres else {}
-        server = PrivateServer(kind(folder, sockets, settings))
+        server = PrivateServer(kind(folder, sockets, {**(POSTGRES_SETTINGS if kind is Postgres else {}), **(settings or {})}))
         try:
             await server.start()
             yield server

@@ -123,6 +123,23 @@ OBSTACLES: list[tuple[str, Change, ConditionType, str, str, bool]] = [
     ("wrong password", _schema_problem(StoreProblem.REFUSED), SCHEMA, "False DatabaseRefused", "check user, password", True),
     ("no URL", _schema_problem(StoreProblem.BAD_URL), SCHEMA, "False DatabaseUrlInvalid", "write postgresql://", True),
     (
+        "no authority",
+        _schema_problem(StoreProblem.BAD_CERTIFICATE),
+        SCHEMA,
+        "False DatabaseUrlInvalid",
+        "needs sslrootcert=",
+        True,
+    ),
+    (
+        "its certificate",
+        _schema_problem(StoreProblem.UNTRUSTED),
+        SCHEMA,
+        "False DatabaseTlsFailed",
+        "certificate of Postgres",
+        True,
+    ),
+    ("no TLS", _schema_problem(StoreProblem.NO_TLS), SCHEMA, "False DatabaseTlsFailed", "speaks no TLS", True),
+    (
         "another application",
         _schema_problem(StoreProblem.OTHER_APPLICATION),
         SCHEMA,
@@ -150,6 +167,8 @@ OBSTACLES: list[tuple[str, Change, ConditionType, str, str, bool]] = [
     ("Redis away", _queue_problem(StoreProblem.UNREACHABLE), QUEUE, "Unknown RedisUnreachable", "Secret redis, key url", False),
     ("Redis refuses", _queue_problem(StoreProblem.REFUSED), QUEUE, "False RedisRefused", "check user", True),
     ("no Redis URL", _queue_problem(StoreProblem.BAD_URL), QUEUE, "False RedisUrlInvalid", "write redis://", True),
+    ("Redis, no authority", _queue_problem(StoreProblem.BAD_CERTIFICATE), QUEUE, "False RedisUrlInvalid", "ssl_ca_certs", True),
+    ("Redis' certificate", _queue_problem(StoreProblem.UNTRUSTED), QUEUE, "False RedisTlsFailed", "certificate of Redis", True),
     ("old Redis", _queue_problem(StoreProblem.TOO_OLD), QUEUE, "False RedisTooOld", "Redis 7.0 or Valkey 8", True),
     ("forgetful Redis", _queue_problem(StoreProblem.EVICTS), QUEUE, "False RedisEvicts", "noeviction", True),
 ]
@@ -325,7 +344,7 @@ def serve_with(world: World) -> set[str]:
     return {world.image_of(part) for part in SERVING}
 
 
-UNUSABLE = [StoreProblem.REFUSED, StoreProblem.BAD_URL, StoreProblem.TOO_OLD, StoreProblem.EVICTS]
+UNUSABLE = [StoreProblem.REFUSED, StoreProblem.BAD_URL, StoreProblem.UNTRUSTED, StoreProblem.TOO_OLD, StoreProblem.EVICTS]
 
 
 @pytest.mark.parametrize("url", ["redis://:p[w@redis:6379/0", "redis://other:6380/0"])

@@ -6,12 +6,13 @@ swallow a cancellation, and a limit per socket read does not cover waiting for a
 """
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
 from importlib.resources import files
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
@@ -19,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
 
+from agentrun.certificates import wrong_file
 from agentrun.domain.errors import AgentrunError, BusMisconfigured, BusUnavailable, ConfigurationError
 
 ANSWER_SECONDS = 5.0
@@ -40,6 +42,14 @@ class ReadOnly(BusUnavailable):
 
 class LoginRefused(BusUnavailable):
     """The user or the password is wrong, or not yet known to this server."""
+
+
+class CertificateUnreadable(ConfigurationError):
+    """A file of certificates that the URL names cannot be used."""
+
+
+class CertificateRefused(BusUnavailable):
+    """The server's certificate is not signed by an authority that is known here, is for another host, or has expired."""
 
 
 class TooOld(BusMisconfigured):
@@ -98,8 +108,9 @@ class DedicatedConnection:
 
 
 def pool(url: str, *, size: int = POOL_SIZE) -> Pool:
-    """A pool with the settings of this module. Raises ConfigurationError if it is not a Redis URL."""
+    """A pool with the settings of this module. Raises ConfigurationError if it is not a Redis URL, or names a file that cannot be used."""
     try:
+        _check_files(url)
         return Pool.from_url(
             url,
             size=size,
@@ -114,6 +125,13 @@ def pool(url: str, *, size: int = POOL_SIZE) -> Pool:
         raise ConfigurationError(
             f"REDIS_URL: scheme {urlsplit(url).scheme!r}: {error}; use redis://host:port/0, rediss://host:port/0 or unix:///path"
         ) from error
+
+
+def _check_files(url: str) -> None:
+    query = dict(parse_qsl(urlsplit(url).query))
+    named = {name: query[name] for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile") if name in query}
+    if wrong := wrong_file(named, authorities=frozenset({"ssl_ca_certs"})):
+        raise CertificateUnreadable(f"REDIS_URL: {wrong}; correct it")
 
 
 async def connect(url: str, *, size: int = POOL_SIZE) -> Redis:
@@ -184,6 +202,11 @@ def translate(error: RedisError) -> AgentrunError:
         return refusal(_reply(error))
     if isinstance(error, BusyLoadingError):
         return BusUnavailable("Redis is still loading its data")
+    cause = error.__context__  # the library says it in its own words, from the error that tells
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return CertificateRefused(
+            f"the certificate of Redis is not accepted: {cause.verify_message}; check ssl_ca_certs in REDIS_URL, and the host's name"
+        )
     return BusUnavailable(f"Redis cannot be reached: {error}")
 
 

@@ -4,11 +4,15 @@ Ids come as `uuid.UUID`; json and jsonb come and go as text, since most of it is
 """
 
 import contextlib
+import os
+import ssl
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import parse_qsl, urlsplit
 
 import asyncpg
 
+from agentrun.certificates import wrong_file
 from agentrun.domain.errors import ConfigurationError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -25,6 +29,9 @@ else:
 COMMAND_TIMEOUT_SECONDS = 30.0
 CONNECT_TIMEOUT_SECONDS = 5.0
 
+# What of a URL names a file, and the variable that does so too (https://www.postgresql.org/docs/current/libpq-connect.html).
+_FILES = {"sslrootcert": "PGSSLROOTCERT", "sslcert": "PGSSLCERT", "sslkey": "PGSSLKEY", "sslcrl": "PGSSLCRL"}
+
 # Errors that are about the values of this very statement: another try, or another server, would refuse them too.
 # Classes 22 data exception, 23 integrity constraint violation, 54 program limit exceeded of PostgreSQL's appendix A.
 _VALUES = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg.ProgramLimitExceededError)
@@ -33,6 +40,18 @@ _VALUES = (asyncpg.DataError, asyncpg.IntegrityConstraintViolationError, asyncpg
 _STATE = (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError)
 # Classes 28 and 3D: Postgres is there and knows no such role, password or database. It may come to know them, so it is a state too.
 _UNKNOWN_NAMES = (asyncpg.InvalidAuthorizationSpecificationError, asyncpg.InvalidCatalogNameError)
+
+
+class CertificateUnreadable(ConfigurationError):
+    """A file of certificates that the URL names, or that its sslmode needs, cannot be used."""
+
+
+class CertificateRefused(StoreUnavailable):
+    """The server's certificate is not signed by the authority that was named, is for another host, or has expired."""
+
+
+class NoTls(StoreUnavailable):
+    """The URL asks for TLS, and the server speaks none."""
 
 
 @contextlib.contextmanager
@@ -84,7 +103,10 @@ async def create_pool(dsn: str, size: int, *, name: str = "agentrun") -> Pool:
 
 
 async def connect(dsn: str, *, name: str = "agentrun", command_timeout: float | None = COMMAND_TIMEOUT_SECONDS) -> Connection:
-    """One connection of its own. Raises StoreUnavailable, and ConfigurationError for a DSN that means nothing."""
+    """One connection of its own. Raises StoreUnavailable, and ConfigurationError for a DSN that means nothing.
+
+    Both have subclasses in this module for what is wrong about TLS.
+    """
     with unavailable():
         return await _connect(
             dsn,
@@ -94,9 +116,31 @@ async def connect(dsn: str, *, name: str = "agentrun", command_timeout: float | 
         )
 
 
-async def _connect(*arguments: Any, **options: Any) -> "asyncpg.Connection[asyncpg.Record]":
+async def _connect(dsn: str, **options: Any) -> "asyncpg.Connection[asyncpg.Record]":
     try:
-        connection: asyncpg.Connection[asyncpg.Record] = await asyncpg.connect(*arguments, **options)
+        connection: asyncpg.Connection[asyncpg.Record] = await asyncpg.connect(dsn, **options)
         return connection
+    except ssl.SSLCertVerificationError as error:  # a ValueError, too
+        raise CertificateRefused(
+            f"the certificate of Postgres is not accepted: {error.verify_message}; check sslrootcert in DATABASE_URL, and the host's name"
+        ) from error
     except ValueError as error:  # asyncpg.ClientConfigurationError is one
-        raise ConfigurationError(f"DATABASE_URL, or a PG variable of the environment: {error}; correct it") from None
+        said = str(error).partition("\n")[0]
+        if said.startswith("root certificate file"):
+            raise CertificateUnreadable(
+                f"DATABASE_URL, or a PG variable of the environment: {said}; name the file of the authority as sslrootcert"
+            ) from None
+        raise ConfigurationError(f"DATABASE_URL, or a PG variable of the environment: {said}; correct it") from None
+    except OSError as error:
+        if wrong := wrong_file(_files(dsn), authorities=frozenset({"sslrootcert"})):
+            raise CertificateUnreadable(f"DATABASE_URL, or a PG variable of the environment: {wrong}; correct it") from None
+        if "rejected SSL upgrade" in str(error):
+            raise NoTls("Postgres speaks no TLS, which sslmode in DATABASE_URL asks for; switch it on there") from error
+        raise
+
+
+def _files(dsn: str) -> dict[str, str]:
+    """The files that are asked for, by parameter."""
+    query = dict(parse_qsl(urlsplit(dsn).query))
+    found = {name: query.get(name) or os.environ.get(variable, "") for name, variable in _FILES.items()}
+    return {name: path for name, path in found.items() if path}
