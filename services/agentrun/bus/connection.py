@@ -129,7 +129,7 @@ def pool(url: str, *, size: int = POOL_SIZE) -> Pool:
 
 def _check_files(url: str) -> None:
     query = dict(parse_qsl(urlsplit(url).query))
-    named = {name: query[name] for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile") if name in query}
+    named: dict[str, str] = {name: query[name] for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile") if name in query}
     if wrong := wrong_file(named, authorities=frozenset({"ssl_ca_certs"})):
         raise CertificateUnreadable(f"REDIS_URL: {wrong}; correct it")
 

@@ -116,9 +116,9 @@ async def connect(dsn: str, *, name: str = "agentrun", command_timeout: float | 
         )
 
 
-async def _connect(dsn: str, **options: Any) -> "asyncpg.Connection[asyncpg.Record]":
+async def _connect(*arguments: Any, **options: Any) -> "asyncpg.Connection[asyncpg.Record]":
     try:
-        connection: asyncpg.Connection[asyncpg.Record] = await asyncpg.connect(dsn, **options)
+        connection: asyncpg.Connection[asyncpg.Record] = await asyncpg.connect(*arguments, **options)
         return connection
     except ssl.SSLCertVerificationError as error:  # a ValueError, too
         raise CertificateRefused(
@@ -132,7 +132,7 @@ async def _connect(dsn: str, **options: Any) -> "asyncpg.Connection[asyncpg.Reco
             ) from None
         raise ConfigurationError(f"DATABASE_URL, or a PG variable of the environment: {said}; correct it") from None
     except OSError as error:
-        if wrong := wrong_file(_files(dsn), authorities=frozenset({"sslrootcert"})):
+        if wrong := wrong_file(_files(arguments[0]), authorities=frozenset({"sslrootcert"})):
             raise CertificateUnreadable(f"DATABASE_URL, or a PG variable of the environment: {wrong}; correct it") from None
         if "rejected SSL upgrade" in str(error):
             raise NoTls("Postgres speaks no TLS, which sslmode in DATABASE_URL asks for; switch it on there") from error
