@@ -196,7 +196,9 @@ def refusal(text: str) -> AgentrunError:
 
 def translate(error: RedisError) -> AgentrunError:
     """The error of ours that says what an error of the library means."""
-    if isinstance(error, AuthenticationError) or "Authentication required" in str(error):  # the latter comes as a lost connection
+    # On a Unix socket the library wraps it, and a missing login comes as a lost connection.
+    refused = any(isinstance(one, AuthenticationError) for one in (error, error.__cause__))
+    if refused or "Authentication required" in str(error):
         return LoginRefused(f"Redis refuses the login: {error}; check the user and password in REDIS_URL")
     if isinstance(error, ResponseError):
         return refusal(_reply(error))
