@@ -18,7 +18,7 @@ UV := $(shell command -v uv 2>/dev/null && uv --version >/dev/null 2>&1 || echo 
 UV := $(lastword $(UV))
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: .venv/.synced ## Chat on this machine with an offline model; MODEL=provider:name, BASE_URL=…, MESSAGE=… for one answer
 	@$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml $(if $(STATE),--state "$$STATE") $(if $(PORT),--port "$$PORT") \
@@ -69,11 +69,11 @@ model: .venv/.synced ## Explore the protocol model; WHICH=base, large, without, 
 up: .venv/.synced ## The whole system on a kind cluster, with an example; needs Docker, kind, kubectl, helm
 	@$(RUN)/python e2e/cluster.py up
 
-e2e: .venv/.synced ## Scenarios on a kind cluster, LEVEL=smoke or full; needs Docker, kind, kubectl, helm
+e2e: .venv/.synced ## Scenarios on a kind cluster of their own, LEVEL=smoke or full; needs Docker, kind, kubectl, helm
 	@mkdir -p $(REPORTS)
-	$(RUN)/pytest e2e --level=$(LEVEL) --junitxml=$(REPORTS)/e2e.xml $(ARGS)
+	CLUSTER=$${CLUSTER:-agentrun-e2e} $(RUN)/pytest e2e --level=$(LEVEL) --junitxml=$(REPORTS)/e2e.xml $(ARGS)
 
-down: .venv/.synced ## Take the cluster down
+down: .venv/.synced ## Take the cluster down; CLUSTER=agentrun-e2e: that of `make e2e`
 	@$(RUN)/python e2e/cluster.py down
 
 bench-operator: .venv/.synced ## The operator with 100, 300 and 1,000 AgentRuns (COUNTS="100") against its targets; needs KUBEBUILDER_ASSETS
@@ -90,7 +90,7 @@ BASE_IMAGE ?= python:3.13-slim
 image: | $(UV) ## Build the container image IMAGE (agentrun:dev) on BASE_IMAGE; needs Docker, but no network while it builds
 	@$(UV) run --quiet --isolated --no-project --with pip==25.3 --with packaging==25.0 \
 		python image/wheels.py dist/image "$(BASE_IMAGE)" "$(UV)"
-	@docker build --quiet --tag "$(IMAGE)" --build-arg BASE_IMAGE="$(BASE_IMAGE)" --build-arg SOURCE="$(SOURCE)" \
+	@docker build --quiet --network=none --tag "$(IMAGE)" --build-arg BASE_IMAGE="$(BASE_IMAGE)" --build-arg SOURCE="$(SOURCE)" \
 		--build-arg VERSION="$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' services/agentrun/__init__.py)" \
 		--build-arg REVISION="$$(git describe --always --dirty --abbrev=40 --exclude='*' 2>/dev/null)" . >/dev/null
 	@docker run --rm --network=none "$(IMAGE)" --version | sed 's|^|built $(IMAGE), agentrun |'

@@ -15,12 +15,18 @@ README = """# agentrun
 Installs the operator of agentrun and brings in its custom resource definitions. It makes no database and no Redis: each AgentRun names
 the Secrets of its own.
 
-    helm install agentrun charts/agentrun --namespace agentrun-system --create-namespace
+    make image IMAGE=registry.example.com/agentrun:0.1.0 && docker push registry.example.com/agentrun:0.1.0
+    helm install agentrun charts/agentrun --namespace agentrun-system --create-namespace \\
+      --set image.repository=registry.example.com/agentrun --set image.tag=0.1.0
     helm test agentrun --namespace agentrun-system
 
 **CRDs.** A Job applies them before each installation and upgrade, whoever applied them before. CRDs of a newer version stay as they are.
-`helm uninstall` keeps them, and with them all AgentRuns. `crds.install=false` leaves them to you: `agentrun crds | kubectl apply
---server-side --force-conflicts -f -`.
+`helm uninstall` keeps them, and with them all AgentRuns. `crds.install=false` leaves them to you, before each installation and upgrade:
+
+    docker run --rm registry.example.com/agentrun:0.1.0 crds | kubectl apply --server-side --force-conflicts -f -
+
+**Upgrades** keep your values and take new ones from the chart: `helm upgrade … --reset-then-reuse-values --set image.tag=…`, or
+`-f values.yaml`. See docs/operations.md.
 
 **One namespace, no cluster-wide rights.** `--set 'watchNamespaces={team-a,team-b}'` makes Roles in these namespaces only. The
 namespaces and the CRDs have to be there.

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 STORES = Path(__file__).parents[1] / "stores"
 STORES_NAMESPACE = "stores"
 STORE_IMAGES = ("postgres:17", "valkey/valkey:8")
+"""As e2e/stores names them. The variable STORE_IMAGES names others in the same order, such as those of a mirror."""
 PASSWORD = "try-me"
 CRDS = ("agentruns.agentrun.dev", "crontasks.agentrun.dev")
 CLUSTER = os.environ.get("CLUSTER", "agentrun")
@@ -72,10 +73,13 @@ class System:
         self.cluster.load(self.image, again=True)
 
     def _stores(self) -> None:
-        for image in STORE_IMAGES:
-            self.cluster.load(image)
+        manifests = "\n---\n".join(file.read_text() for file in sorted(STORES.glob("*.yaml")))
+        chosen = os.environ.get("STORE_IMAGES", "").split() or STORE_IMAGES
+        for image, used in zip(STORE_IMAGES, chosen, strict=True):
+            self.cluster.load(used)
+            manifests = manifests.replace(f"image: {image}\n", f"image: {used}\n")
         self.kubectl.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": STORES_NAMESPACE}}])
-        self.kubectl("apply", "-n", STORES_NAMESPACE, "-f", str(STORES))
+        self.kubectl("apply", "-n", STORES_NAMESPACE, "-f", "-", stdin=manifests)
         for name in ("statefulset/postgres", "deployment/valkey"):
             self.kubectl("rollout", "status", "-n", STORES_NAMESPACE, name, "--timeout=120s", within=150)
 

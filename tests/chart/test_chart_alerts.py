@@ -82,6 +82,10 @@ def test_labels_and_the_place_of_the_runbooks_can_be_set(render: Any) -> None:
     assert first["annotations"]["runbook_url"] == "https://wiki.example/runbooks/AgentrunOperatorDown.md"
 
 
+def test_an_alert_has_no_url_of_a_runbook_that_nobody_could_open(render: Any) -> None:
+    assert not any("runbook_url" in rule["annotations"] for rule in rules(render, ON))
+
+
 def test_monitors_are_off_unless_asked_for(render: Any) -> None:
     kinds = {one["kind"] for one in render(ON)} - {one["kind"] for one in render()}
 

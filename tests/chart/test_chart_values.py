@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from doc_blocks import blocks
 
 from agentrun_operator.settings import OperatorSettings
 
@@ -233,3 +234,27 @@ def test_he_06_nothing_is_null_in_the_output(render: Any) -> None:
         assert "null" not in text
         assert "<nil>" not in text
         assert "%!" not in text
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        block
+        for heading in ("TLS to the stores", "Network")
+        for block in blocks("docs/operations.md", heading, "yaml")
+        if "values of the chart" in block
+    ],
+    ids=["TLS", "ports"],
+)
+def test_values_in_the_documentation_are_taken(render: Any, block: str) -> None:
+    values = yaml.safe_load(block)
+    (operator,) = (one for one in render(values) if one["kind"] == "Deployment")
+    (policy,) = (
+        one
+        for one in render(values)
+        if one["kind"] == "NetworkPolicy" and one["metadata"]["labels"]["app.kubernetes.io/component"] == "operator"
+    )
+    for volume in values.get("extraVolumes", ()):
+        assert volume in operator["spec"]["template"]["spec"]["volumes"]
+    ports = {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]}
+    assert set(values.get("networkPolicy", {}).get("storePorts", ())) <= ports
