@@ -81,14 +81,14 @@ def _authority(folder: Path, name: str) -> Path:
     certificate = folder / f"{name}.crt"
     _openssl(
         "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}",
-        "-keyout", str(folder / f"{name}.key"), "-out", str(certificate),
+        "-addext", "keyUsage=critical,keyCertSign,cRLSign", "-keyout", str(folder / f"{name}.key"), "-out", str(certificate),
     )  # fmt: skip
     return certificate
 
 
 def _server_certificate(folder: Path, authority: Path) -> tuple[Path, Path]:
     request, certificate, key, names = (folder / f"server.{end}" for end in ("csr", "crt", "key", "ext"))
-    names.write_text("subjectAltName=DNS:localhost\n")
+    names.write_text("subjectAltName=DNS:localhost\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n")  # RFC 5280, 4.2.1
     _openssl(
         "req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-keyout", str(key), "-out", str(request)
     )  # fmt: skip
