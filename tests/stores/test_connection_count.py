@@ -20,7 +20,7 @@ def most() -> dict[str, int]:
     """The terms of the formula by the name that the connections have, without those of the operator and of a migration."""
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     assert re.search(
-        r"\(gateway\.replicas \+ workers\.maxReplicas \+ 1 scheduler\) × database\.poolSize  \+  workers\.maxReplicas \(leases\)",
+        r"\(gateway\.replicas \+ workers\.maxReplicas \+ scheduler\.replicas\) × database\.poolSize  \+  workers\.maxReplicas \(leases\)",
         page,
     )
     return {

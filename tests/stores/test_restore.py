@@ -15,6 +15,8 @@ from whole_path import System, attempt_is_under_way, system
 from agentrun.dev import binaries
 from agentrun.domain.reducer import Transcript
 
+pytestmark = pytest.mark.processes
+
 LONG = "[[slow ms=10]] [[deltas n=500]] go on"
 """More events than an attempt reserves numbers for, so that what is done again meets numbers of the history that was undone."""
 

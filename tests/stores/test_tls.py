@@ -34,6 +34,7 @@ def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PGSSLROOTCERT", raising=False)
 
 
+@pytest.mark.whole_path  # without TLS in the wheels it runs nowhere else
 async def test_the_whole_system_works_over_tls(servers: TlsServers, product_processes: ProductProcesses, tmp_path: Path) -> None:
     database_url = f"{servers.database_url}?sslmode=verify-full&sslrootcert={servers.authority}"
     redis_url = f"{servers.redis_url}?ssl_ca_certs={servers.authority}"
