@@ -32,6 +32,8 @@ class Clients:
     calm: bool = False
     """The faults are over: no client breaks off by itself any more."""
     _rng: random.Random = field(default_factory=random.Random)
+    _stored: set[str] = field(default_factory=set)
+    """Keys that have been answered 202."""
 
     async def play(self, one: Submission) -> None:
         """One message with everything that its client does about it, until all of it is over."""
@@ -64,7 +66,7 @@ class Clients:
         unanswered = False
         while True:
             url = f"{self._gateway()}/v1/sessions/{one.session}/messages"
-            stored = any(before.key == one.key for before in self.seen.accepted)
+            stored = one.key in self._stored
             response = await self._post(url, headers, {"input": one.text})
             unanswered |= response is None
             if response is not None and response.status_code == 429:
@@ -72,8 +74,10 @@ class Clients:
                 if one.gives_up and not unanswered:
                     self.seen.refused.add(one.key)
                     return ""
+                await asyncio.sleep(min(int(response.headers["Retry-After"]), self._patience))
             if response is not None and response.status_code == 202:
                 replayed = response.headers.get("Idempotency-Replayed") == "true"
+                self._stored.add(one.key)
                 self.seen.accepted.append(Accepted(one.key, response.json()["run_id"], replayed))
                 return self.seen.accepted[-1].run_id
             if response is not None and response.status_code not in REFUSALS:
