@@ -2,11 +2,12 @@
 
 import sys
 
-from harness import agents
+from harness import agents, diagnostics
 from harness.commands import CommandError
 from harness.system import ROOT, System
 
 NAMESPACE = "demo"
+REPORT = ROOT / ".pytest_cache" / "e2e" / "make-up"
 NAME = "assistant"
 EXAMPLE = ROOT / "examples" / "cluster" / "agentrun.yaml"
 HINT = """
@@ -29,6 +30,9 @@ def main(what: str) -> None:
         else:
             up(system)
     except CommandError as error:
+        if what == "up":
+            diagnostics.collect(system, NAMESPACE, REPORT)
+            say(f"diagnostics: {REPORT}")
         sys.exit(f"{what}: {error}")
 
 

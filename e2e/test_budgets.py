@@ -39,6 +39,7 @@ async def test_a_budget_stops_a_run_and_refuses_what_does_not_fit_while_workers_
         within=60,
         what="runs are being worked on",
     )
+    shop.allowed.restarts["worker"] = 1
     for pod in shop.pods("money", "worker")[:1]:
         shop.system.cluster.kill(pod["metadata"]["uid"])
     left = "SELECT count(*) FROM runs WHERE status IN ('pending', 'running')"

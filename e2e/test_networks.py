@@ -73,6 +73,7 @@ async def test_default_deny_is_enforced_and_everything_works(shop: Shop) -> None
         return reaches(shop.kubectl, shop.namespace, pod, host, port)
 
     # What no policy selects gets everywhere that policies leave open.
+    assert in_shop("probe", "kubernetes.default", 443)
     with listening(shop.kubectl, shop.namespace, provider["metadata"]["name"]):
         assert in_shop("probe", provider["status"]["podIP"], SECRET_PORT)
         # Out: a worker reaches the provider that spec.networkPolicy.egress names, and both stores, and nothing else.
@@ -125,7 +126,7 @@ async def test_all_pods_run_under_the_restricted_standard(shop: Shop) -> None:
     with pytest.raises(CommandError, match="violates PodSecurity"):
         shop.apply(privileged)
 
-    shop.operator_was_disturbed = True
+    shop.allowed.operators_replaced = True
     chart = shop.system.chart
     shop.kubectl("label", "namespace", NAMESPACE, f"{label}=restricted", "--overwrite")
     try:

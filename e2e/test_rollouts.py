@@ -11,7 +11,7 @@ from waiting import eventually
 
 from agentrun.domain import keys
 from harness import agents
-from harness.gateway import Gateway
+from harness.gateway import Gateway, text_of
 from harness.images import retag
 from harness.shop import WORK, Shop
 from harness.watching import every_pod
@@ -34,12 +34,6 @@ async def submit_and_begin(shop: Shop, gateway: Gateway, count: int, seconds: fl
     return runs
 
 
-def outcomes(shop: Shop) -> dict[str, int]:
-    """How attempts have ended."""
-    rows = shop.psql("SELECT outcome, count(*) FROM attempts GROUP BY outcome").splitlines()
-    return {outcome: int(count) for outcome, count in (row.split("|") for row in rows)}
-
-
 async def test_a_new_image_is_rolled_out_during_twenty_long_runs_which_are_handed_back_and_done_once(
     shop: Shop, say: Callable[[str], None]
 ) -> None:
@@ -51,7 +45,7 @@ async def test_a_new_image_is_rolled_out_during_twenty_long_runs_which_are_hande
     shop.ready("jobs", within=180)
 
     await shop.done(gateway, runs, within=120)
-    ended = outcomes(shop)
+    ended = shop.outcomes()
     say(f"attempts: {ended}")
     assert ended.pop("finished") == RUNS
     assert ended.pop("handed_back") == RUNS, "so long a run does not fit into 2 s of draining"
@@ -60,22 +54,64 @@ async def test_a_new_image_is_rolled_out_during_twenty_long_runs_which_are_hande
         assert {pod["spec"]["containers"][0]["image"] for pod in shop.pods("jobs", part)} == {second}
 
 
-async def test_a_database_password_is_changed_during_runs_which_go_on(shop: Shop) -> None:
+@pytest.mark.parametrize("store", ["database", "redis"])
+async def test_a_password_of_a_store_is_changed_during_runs_which_go_on(shop: Shop, store: str) -> None:
     role = shop.namespace.replace("-", "_")
-    shop.psql(f"CREATE ROLE {role} LOGIN PASSWORD 'old'")
-    shop.psql(f'ALTER DATABASE "{shop.namespace}" OWNER TO {role}')
-    shop.apply(agents.secret("database", {"url": shop.database_url(role, "old")}))
+    if store == "database":
+        shop.psql(f"CREATE ROLE {role} LOGIN PASSWORD 'old'")
+        shop.psql(f'ALTER DATABASE "{shop.namespace}" OWNER TO {role}')
+    else:
+        shop.system.valkey("ACL", "SETUSER", role, "on", ">old", "~*", "&*", "+@all")
+    shop.apply(agents.secret(store, {"url": url_of(shop, store, role, "old")}))
     gateway = shop.agent("jobs", WORK, workers={"minReplicas": 2, "concurrency": 4, "drainSeconds": 2})
     before = shop.uids("jobs")
     runs = await submit_and_begin(shop, gateway, 8, 15)
 
-    shop.psql(f"ALTER ROLE {role} PASSWORD 'new'")
-    shop.apply(agents.secret("database", {"url": shop.database_url(role, "new")}))
+    if store == "database":
+        shop.psql(f"ALTER ROLE {role} PASSWORD 'new'")
+    else:
+        shop.system.valkey("ACL", "SETUSER", role, "resetpass", ">new")
+    shop.apply(agents.secret(store, {"url": url_of(shop, store, role, "new")}))
 
     await eventually(lambda: not set(before) & set(shop.uids("jobs")), within=120, what="all pods are replaced")
     shop.ready("jobs", within=90)
     runs.append(gateway.submit("0.1")["run_id"])
     await shop.done(gateway, runs, within=120)
+    assert set(shop.outcomes()) <= {"finished", "handed_back"}, "no attempt was lost"
+
+
+def url_of(shop: Shop, store: str, role: str, password: str) -> str:
+    """Of a store, for a role."""
+    if store == "database":
+        return shop.database_url(role, password)
+    return shop.system.redis_url.replace("redis://", f"redis://{role}:{password}@")
+
+
+async def test_secrets_of_the_agent_and_of_volumes_are_changed_and_the_pods_that_use_them_roll(shop: Shop) -> None:
+    document = agents.agent_run("jobs", {**WORK, "secretRefs": [{"name": "model"}]}, workers={"minReplicas": 1})
+    document["spec"]["podTemplate"]["volumes"].append({"name": "files", "secret": {"secretName": "files"}})
+    shop.apply(agents.secret("model", {"MODEL_KEY": "old-key"}), agents.secret("files", {"file": "x"}), document)
+    shop.ready("jobs", within=90)
+    gateway = shop.gateway("jobs")
+    before = shop.uids("jobs")
+    assert "old-key" in await said(gateway, "env MODEL_KEY")
+
+    shop.apply(agents.secret("model", {"MODEL_KEY": "new-key"}))
+    workers = {name for name in before if "-worker-" in name}
+    await eventually(lambda: not workers & set(shop.uids("jobs")), within=90, what="the workers are replaced")
+    shop.ready("jobs", within=90)
+    assert "new-key" in await said(gateway, "env MODEL_KEY")
+    assert set(before) - set(shop.uids("jobs")) == workers, "and nobody else"
+
+    shop.apply(agents.secret("files", {"file": "y"}))
+    await eventually(lambda: not set(before) & set(shop.uids("jobs")), within=120, what="all pods are replaced")
+    shop.ready("jobs", within=90)
+    await shop.done(gateway, [gateway.submit("0.1")["run_id"]], within=60)
+
+
+async def said(gateway: Gateway, message: str) -> str:
+    """What the agent answers."""
+    return text_of(await gateway.events(str(gateway.submit(message)["run_id"])))
 
 
 async def test_api_keys_are_rotated_without_a_roll_out(shop: Shop) -> None:
@@ -98,14 +134,14 @@ async def test_api_keys_are_rotated_without_a_roll_out(shop: Shop) -> None:
 
 
 async def test_he_02_a_new_operator_leaves_pods_with_an_image_of_their_own_alone_and_takes_the_others_along(shop: Shop) -> None:
-    shop.operator_was_disturbed = True
+    shop.allowed.operators_replaced = True
     chart, second = shop.system.chart, retag(shop.system, "second")
     shop.system.new_database(f"{shop.namespace}-b")
     shop.apply(agents.secret("database-b", {"url": shop.system.database_url(f"{shop.namespace}-b")}))
     gateway = shop.agent("own", WORK, image=shop.system.image, workers={"minReplicas": 1, "concurrency": 4})
     shop.agent("follows", WORK, database={"secretRef": {"name": "database-b", "key": "url"}}, workers={"minReplicas": 1})
     runs = await submit_and_begin(shop, gateway, 3, 15)
-    before, generation = shop.uids("own"), generations(shop, "own")
+    before, generation = shop.uids("own"), shop.generations("own")
     selectors = {part: selector(shop, f"follows-{part}") for part in ("gateway", "worker", "scheduler")}
     operators = {pod["metadata"]["name"] for pod in chart.operator_pods()}
 
@@ -121,11 +157,11 @@ async def test_he_02_a_new_operator_leaves_pods_with_an_image_of_their_own_alone
         shop.ready("follows", within=90)
 
         assert shop.uids("own") == before
-        assert generations(shop, "own") == generation
+        assert shop.generations("own") == generation
         assert {name for name in seen.created("worker") if name.startswith("own-")} <= set(before)
     assert {part: selector(shop, f"follows-{part}") for part in selectors} == selectors
     await shop.done(gateway, runs, within=60)
-    assert outcomes(shop) == {"finished": 3}
+    assert shop.outcomes() == {"finished": 3}
 
 
 def images_of(shop: Shop, name: str) -> set[str]:
@@ -137,9 +173,3 @@ def images_of(shop: Shop, name: str) -> set[str]:
 def selector(shop: Shop, name: str) -> str:
     """The selector of a Deployment."""
     return json.dumps(shop.kubectl.get("deployment", name, shop.namespace)["spec"]["selector"], sort_keys=True)
-
-
-def generations(shop: Shop, name: str) -> dict[str, int]:
-    """How often the specs of an AgentRun's Deployments were changed."""
-    found = shop.kubectl.items("deployments", shop.namespace, labels=f"agentrun.dev/agentrun={name}")
-    return {one["metadata"]["name"]: one["metadata"]["generation"] for one in found}

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from waiting import eventually
@@ -9,6 +10,14 @@ from waiting import eventually
 from harness import agents
 from harness.gateway import shown, text_of
 from harness.shop import TOOLS, WORK, Shop
+
+EXPECTED = "".join(f"{number} " for number in range(30))
+"""What the provider says to `deltas n=30`."""
+
+
+def deltas(events: list[dict[str, Any]]) -> int:
+    """How many pieces of text there are among events."""
+    return sum(event["kind"] == "text_delta" for event in events)
 
 
 async def test_ready_within_a_minute_and_a_cut_stream_goes_on_without_a_gap_or_a_double(
@@ -18,9 +27,13 @@ async def test_ready_within_a_minute_and_a_cut_stream_goes_on_without_a_gap_or_a
     gateway = shop.agent("support", TOOLS, ready_within=60)
     say(f"Ready after {time.monotonic() - started:.1f} s")
 
-    run = gateway.submit("[[slow ms=30]] [[deltas n=20]]")
+    run = gateway.submit("[[slow ms=150]] [[deltas n=30]]")
+    first: list[dict[str, Any]] = []
     async with gateway.stream(run["run_id"]) as stream:
-        first = [frame.json() for frame in await stream.take(4, within=60)]
+        while deltas(first) < 3:
+            first += [frame.json() for frame in await stream.take(1, within=60)]
+    assert gateway.run(run["run_id"])["status"] == "running", "the stream was cut before the run's end"
+    assert 0 < len(text_of(first)) < len(EXPECTED)
     async with gateway.stream(run["run_id"], after=first[-1]["seq"]) as stream:
         rest = [frame.json() for frame in await stream.rest(within=60)]
     again = await gateway.events(run["run_id"])
@@ -28,18 +41,19 @@ async def test_ready_within_a_minute_and_a_cut_stream_goes_on_without_a_gap_or_a
     seen = first + rest
     assert [event["seq"] for event in seen] == list(range(len(seen))), shown(seen)
     assert [(event["seq"], event["kind"]) for event in seen] == [(event["seq"], event["kind"]) for event in again]
-    assert text_of(seen) == text_of(again) == "".join(f"{number} " for number in range(20))
+    assert text_of(seen) == text_of(again) == EXPECTED
     assert seen[-1]["kind"] == "completed"
 
 
 async def test_a_worker_that_is_killed_after_a_tool_call_is_replaced_and_the_tool_is_called_once(shop: Shop) -> None:
+    shop.allowed.restarts["worker"] = 1
     gateway = shop.agent(
         "support", TOOLS, workers={"minReplicas": 1, "maxReplicas": 2, "leaseSeconds": 5}, reaper={"idleSeconds": 5}
     )
     run = gateway.submit('[[tool charge {"order": "o1"}]] [[slow ms=200]] [[deltas n=40]]')
     async with gateway.stream(run["run_id"]) as stream:
-        seen = []
-        while sum(event["kind"] == "text_delta" for event in seen) < 3:
+        seen: list[dict[str, Any]] = []
+        while deltas(seen) < 3:
             seen += [frame.json() for frame in await stream.take(1, within=60)]
         (pod,) = shop.pods("support", "worker")
         assert shop.system.cluster.kill(pod["metadata"]["uid"]) >= 1
@@ -53,28 +67,25 @@ async def test_a_worker_that_is_killed_after_a_tool_call_is_replaced_and_the_too
     assert shop.psql("SELECT outcome FROM attempts ORDER BY epoch").splitlines() == ["lost", "finished"]
 
 
-async def test_workers_come_from_zero_and_go_to_zero_again(shop: Shop, say: Callable[[str], None]) -> None:
+async def test_sc_01_for_a_single_run_a_worker_comes_from_zero_and_goes_again_and_so_for_a_crontask_on_its_minute(
+    shop: Shop, say: Callable[[str], None]
+) -> None:
     gateway = shop.agent("jobs", WORK, scaling={"cooldownSeconds": 2, "scaleDownStabilizationSeconds": 0})
     assert shop.pods("jobs", "worker") == []
 
     started = time.monotonic()
-    run = gateway.submit("1 second")
-    await eventually(lambda: gateway.run(run["run_id"])["status"] == "succeeded", within=60, what="it is done")
+    run = gateway.submit("1 second")["run_id"]
+    await eventually(lambda: gateway.run(run)["status"] == "succeeded", within=60, what="it is done")
     say(f"from zero to done: {time.monotonic() - started:.1f} s")
-
-    assert shop.counts()[f"done-{run['run_id']}"] == 1
+    assert shop.counts()[f"done-{run}"] == 1
     await eventually(lambda: not shop.pods("jobs", "worker"), within=60, what="no worker is left")
 
-
-async def test_a_crontask_fires_on_its_minute(shop: Shop) -> None:
-    shop.agent("jobs", WORK)
     shop.apply(agents.cron_task("each-minute", "jobs"))
-
     await eventually(
         lambda: shop.psql("SELECT count(*) FROM slots WHERE outcome = 'ran'") == "1", within=90, what="its first slot"
     )
-    await eventually(lambda: shop.psql("SELECT status FROM runs") == "succeeded", within=60, what="its run is done")
-    assert shop.psql("SELECT count(*) FROM slots s JOIN runs r ON r.id = s.run_id WHERE r.slot = s.slot") == "1"
+    done = "SELECT count(*) FROM slots s JOIN runs r ON r.id = s.run_id WHERE r.slot = s.slot AND r.status = 'succeeded'"
+    await eventually(lambda: shop.psql(done) == "1", within=60, what="its run is done")
     await eventually(
         lambda: (shop.kubectl.get("crontask", "each-minute", shop.namespace).get("status") or {}).get("lastScheduleTime"),
         within=30,

@@ -10,10 +10,22 @@ import httpx2
 from agentrun.agents.base import Context
 
 
+def _provider() -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(base_url=os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), timeout=10)
+
+
 async def _mark(name: str) -> None:
-    base = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
-    async with httpx2.AsyncClient(timeout=10) as client:
-        (await client.post(f"{base}/marks/{name}")).raise_for_status()
+    async with _provider() as client:
+        (await client.post(f"/marks/{name}")).raise_for_status()
+
+
+async def _marked(name: str) -> None:
+    """Returns when somebody has marked it."""
+    async with _provider() as client:
+        while True:
+            if (await client.get("/counts")).json().get(name):
+                return
+            await asyncio.sleep(0.3)
 
 
 async def charge(order: str) -> str:
@@ -23,9 +35,17 @@ async def charge(order: str) -> str:
 
 
 async def work(ctx: Context) -> AsyncIterator[str]:
-    """Works for as many seconds as the message says, and is counted when it is done."""
-    seconds = float(re.findall(r"[\d.]+", ctx.inputs[-1].text)[0])
+    """Works for as many seconds as the message says, or `until NAME` is marked at the provider, and is counted when it is done.
+
+    `env NAME` is answered with what the variable holds.
+    """
+    text = ctx.inputs[-1].text
     yield "working "
-    await asyncio.sleep(seconds)
+    if text.startswith("until "):
+        await _marked(text.removeprefix("until "))
+    elif text.startswith("env "):
+        yield os.environ.get(text.removeprefix("env "), "nothing")
+    else:
+        await asyncio.sleep(float(re.findall(r"[\d.]+", text)[0]))
     await _mark(f"done-{ctx.run.id}")
-    yield "done"
+    yield " done"

@@ -66,6 +66,10 @@ class Chart:
         listed = json.loads(self._helm("list", "-o", "json"))
         return any(one["name"] == self.release and one["status"] == "deployed" for one in listed)
 
+    def history(self) -> str:
+        """What there is of the release, for people."""
+        return self._helm("list") + self._helm("history", self.release) + self._helm("get", "values", self.release)
+
     def operator_pods(self) -> list[dict[str, Any]]:
         """The operator's pods as they are."""
         return self._cluster.kubectl.items(

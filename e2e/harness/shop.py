@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from datetime import UTC, datetime
+import time
 from typing import Any
 
 import httpx2
@@ -10,6 +10,7 @@ from waiting import eventually
 
 from harness import agents
 from harness.gateway import Gateway
+from harness.invariants import Allowed
 from harness.kubectl import Document
 from harness.system import System
 
@@ -22,25 +23,25 @@ MADE = "deployments,replicasets,pods,jobs,services,configmaps,networkpolicies,po
 class Shop:
     """Secrets, code and a provider; `agent` makes an AgentRun and returns a client of its gateway."""
 
-    def __init__(self, system: System, namespace: str) -> None:
+    def __init__(self, system: System, namespace: str, allowed: Allowed | None = None) -> None:
         self.system = system
         self.kubectl = system.kubectl
         self.namespace = namespace
-        self.since = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        self.operator_was_disturbed = False
-        """Set by a scenario that restarts the operator."""
-        self.expected_errors: list[str] = []
-        """Patterns of log lines that the scenario brings about."""
+        self.allowed = allowed or Allowed()
+        """What the scenario brings about, apart from which nothing may fail."""
+        self._own = {"serviceaccount/default", "configmap/kube-root-ca.crt"}
+        """What there may be besides the provider without an AgentRun, as kind/name."""
         self._credentials = agents.credentials(system.new_database(namespace), system.redis_url)
         self._open = contextlib.ExitStack()
 
     def open(self) -> None:
         """Makes the namespace and what every AgentRun in it needs."""
         self.kubectl.apply([agents.namespace(self.namespace)])
-        self.kubectl.apply([*self._credentials.documents, agents.code(), *agents.provider(self.system.image)], self.namespace)
+        self.apply(*self._credentials.documents, agents.code(), *agents.provider(self.system.image))
 
     def apply(self, *documents: Document) -> None:
         """Applies documents in this namespace."""
+        self._own |= {f"{one['kind'].lower()}/{one['metadata']['name']}" for one in documents}
         self.kubectl.apply(documents, self.namespace)
 
     def agent(self, name: str, agent: dict[str, Any], *, ready_within: float = 60.0, **spec: Any) -> Gateway:
@@ -108,6 +109,16 @@ class Shop:
             one for one in self.kubectl.items("pods", self.namespace, labels=labels) if "deletionTimestamp" not in one["metadata"]
         ]
 
+    def generations(self, name: str) -> dict[str, int]:
+        """How often the specs of an AgentRun's Deployments were changed."""
+        found = self.kubectl.items("deployments", self.namespace, labels=f"agentrun.dev/agentrun={name}")
+        return {one["metadata"]["name"]: one["metadata"]["generation"] for one in found}
+
+    def outcomes(self) -> dict[str, int]:
+        """How attempts have ended, and how many so."""
+        rows = self.psql("SELECT outcome, count(*) FROM attempts GROUP BY outcome").splitlines()
+        return {outcome: int(count) for outcome, count in (row.split("|") for row in rows)}
+
     def counts(self) -> dict[str, int]:
         """What the provider has counted."""
         with self.kubectl.forward("service/provider", agents.PROVIDER_PORT, self.namespace) as port:
@@ -121,14 +132,30 @@ class Shop:
         """The URL of this namespace's database for another role."""
         return self.system.database_url(self.namespace, role, password)
 
+    def mark(self, name: str) -> None:
+        """Counts a name at the provider: agents that work until then go on."""
+        with self.kubectl.forward("service/provider", agents.PROVIDER_PORT, self.namespace) as port:
+            httpx2.post(f"http://127.0.0.1:{port}/marks/{name}", timeout=10).raise_for_status()
+
     def remove_agents(self) -> None:
         """Deletes AgentRuns and CronTasks; fails unless everything that followed from them goes too, within a minute."""
         self.kubectl("delete", "crontasks,agentruns", "--all", "-n", self.namespace, "--wait", "--timeout=60s", within=90)
-        self.kubectl(
-            "wait", "--for=delete", "-n", self.namespace, "-l", "agentrun.dev/agentrun", "--timeout=60s", MADE, within=90,
-        )  # fmt: skip
+        deadline = time.monotonic() + 60
+        while left := self.left():
+            assert time.monotonic() < deadline, f"left behind: {left}"
+            time.sleep(0.5)
+
+    def left(self) -> list[str]:
+        """What there is in the namespace, of any kind, that neither the scenario nor its provider has made."""
+        kinds = self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
+        asked = ",".join(kind for kind in kinds if kind.partition(".")[0] != "events")
+        found = {name: name.partition("/") for name in self.kubectl("get", asked, "-n", self.namespace, "-o", "name").split()}
+        return [
+            whole
+            for whole, (kind, _, name) in found.items()
+            if f"{kind.partition('.')[0]}/{name}" not in self._own and not name.startswith("provider")
+        ]
 
     def close(self) -> None:
-        """Deletes the namespace."""
+        """Ends the port-forwards."""
         self._open.close()
-        self.kubectl.delete("namespace", self.namespace, wait=False)

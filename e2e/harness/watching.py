@@ -19,12 +19,16 @@ class PodWatch:
 
     def pods(self) -> list[Document]:
         """Each pod once, as it was first seen. Fails if the watch has ended: then it may have missed some."""
+        first: dict[str, Document] = {}
+        for pod in self.states():
+            first.setdefault(pod["metadata"]["uid"], pod)
+        return list(first.values())
+
+    def states(self) -> list[Document]:
+        """The pods each time that something about one had changed. Fails if the watch has ended."""
         assert self._process.poll() is None, "the watch over the pods has ended"
         self._out.seek(0)
-        first: dict[str, Document] = {}
-        for event in _documents(self._out.read()):
-            first.setdefault(event["object"]["metadata"]["uid"], event["object"])
-        return list(first.values())
+        return [event["object"] for event in _documents(self._out.read())]
 
     def created(self, component: str) -> dict[str, str]:
         """The pods of a component that were ever there: image by name."""
