@@ -8,6 +8,7 @@ import pytest
 from waiting import eventually
 
 from harness.chart import NAMESPACE
+from harness.invariants import API_STARTS_ANEW
 from harness.kubectl import Document
 from harness.shop import WORK, Shop
 from harness.system import STORES_NAMESPACE
@@ -125,7 +126,7 @@ async def test_postgres_is_restarted_during_runs(shop: Shop) -> None:
 
 async def test_the_node_is_restarted(shop: Shop) -> None:
     shop.allowed.restarts.update(operator=6, gateway=8, worker=8, scheduler=8, provider=2, postgres=2, valkey=2)
-    shop.allowed.error("operator", r"storage is \(re\)initializing")  # what a starting API server answers; kopf asks again
+    shop.allowed.error("operator", API_STARTS_ANEW)
     gateway = shop.agent("jobs", WORK, workers={"minReplicas": 1, "leaseSeconds": 5}, reaper={"idleSeconds": 5})
     runs = [gateway.submit("20")["run_id"] for _ in range(3)]
     await eventually(lambda: gateway.run(runs[0])["status"] == "running", within=30, what="they have begun")

@@ -15,6 +15,8 @@ SERVERS = ("operator", "gateway", "worker", "scheduler")
 """Containers that log JSON and nothing else."""
 COMMANDS = ("migrate", "crds")
 """Containers that say in plain lines what they do."""
+API_STARTS_ANEW = r"storage is \(re\)initializing"
+"""What the API server answers to a watch while it starts and while definitions change; kopf logs it as an error, and asks again."""
 
 
 @dataclass
