@@ -291,7 +291,7 @@ async def test_ko_01_a_namespace_goes_with_an_agentrun_and_a_crontask_in_it_also
 async def test_the_definitions_are_deleted_with_agentruns_in_use_and_an_installation_afterwards_works(disturbed: Shop) -> None:
     shop, chart, kubectl = disturbed, disturbed.system.chart, disturbed.kubectl
     # Its watches end with the definitions; it ends, too, and waits for them as a new process.
-    shop.allowed.error("operator", "the watches ended")
+    shop.allowed.error("operator", "the watches ended", "has failed: 404 page not found")
     shop.allowed.restarts["operator"] = 4
     shop.agent("jobs", WORK, workers={"minReplicas": 1})
     shop.apply(agents.cron_task("each-minute", "jobs"))
