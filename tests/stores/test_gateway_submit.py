@@ -360,7 +360,7 @@ async def test_the_limit_of_a_body_holds_to_the_byte_announced_or_not(database_u
         for length, status in ((2000, 202), (2001, 413)):
             body = b'{"input":"' + b"x" * (length - frame) + b'"}'
             assert len(body) == length
-            headers = {**room.authorization(), **JSON, "Idempotency-Key": f"{length} bytes"}
+            headers = {**room.authorization(), **JSON, "Idempotency-Key": f"{length}-bytes"}
             assert (await room.http.post("/v1/runs", content=body, headers=headers)).status_code == status
             response = await room.http.post("/v1/runs", content=chunks(body), headers=headers)
             assert "content-length" not in response.request.headers
