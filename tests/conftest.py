@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import redis
 from fault_proxy import FaultProxy, fault_proxy
+from hypothesis import settings
 from processes import ProductProcesses
 from proofs import proof, pytest_terminal_summary
 from store_servers import (
@@ -36,6 +37,9 @@ from agentrun.dev.servers import Postgres, Redis
 from agentrun.dev.stores import StoreSettings, StoreUrls, stores
 
 __all__ = ["proof", "pytest_terminal_summary"]
+
+settings.register_profile("agentrun", deadline=None)  # an example may take as long as a busy machine makes it
+settings.load_profile("agentrun")
 
 LONG = "AGENTRUN_TEST_LONG"
 PROCESSES = pytest.StashKey[ProductProcesses]()

@@ -78,6 +78,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes, in small pieces: the parser keeps the beginning of a header until it has seen its end."""
+        if self._refused:
+            return
         self._unset_keepalive_if_required()
         if self._in_head and self._deadline is None and (self.cycle is None or self.cycle.response_complete):
             self._arm(HEAD_SECONDS)
