@@ -78,10 +78,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes bytes, in small pieces: the parser keeps the beginning of a header until it has seen its end."""
-        if self._refused:
-            return
         self._unset_keepalive_if_required()
-        if self._in_head and self._deadline is None and (self.cycle is None or self.cycle.response_complete):
+        idle = self._deadline is None and (self.cycle is None or self.cycle.response_complete)
+        if self._in_head and idle and not self._refused:
             self._arm(HEAD_SECONDS)
         for start in range(0, len(data), _PIECE):
             if self._refused:
