@@ -79,8 +79,7 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Takes bytes, in small pieces: the parser keeps the beginning of a header until it has seen its end."""
         self._unset_keepalive_if_required()
-        idle = self._deadline is None and (self.cycle is None or self.cycle.response_complete)
-        if self._in_head and idle and not self._refused:
+        if self._in_head and self._deadline is None and (self.cycle is None or self.cycle.response_complete):
             self._arm(HEAD_SECONDS)
         for start in range(0, len(data), _PIECE):
             if self._refused:
@@ -133,7 +132,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
-        self._deadline = self.loop.call_later(seconds, self._late, seconds)
+        if not self._refused:
+            self._deadline = self.loop.call_later(seconds, self._late, seconds)
 
     def _disarm(self) -> None:
         if self._deadline is not None:
