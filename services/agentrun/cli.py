@@ -1,6 +1,7 @@
 """The command line. Reads settings and manifest, sets up logs, and hands over to one process; each is imported only when it is run."""
 
 import asyncio
+import gc
 import secrets
 import socket
 import sys
@@ -15,11 +16,10 @@ from agentrun import __version__, settings
 from agentrun.commands import costs, cron, dlq, effects, usage
 from agentrun.domain.errors import AgentrunError, ConfigurationError, ManifestError
 from agentrun.domain.keys import RANDOM_BYTES, Scope, generate, record_line
-from agentrun.manifests import AgentRun, load
 from agentrun.settings import Settings
-from agentrun.telemetry import set_up_logs
 
 if TYPE_CHECKING:
+    from agentrun.manifests import AgentRun
     from agentrun_operator.kube import Kube
 
 app = typer.Typer(
@@ -38,6 +38,10 @@ app.add_typer(costs.app, name="costs")
 app.command("usage")(usage.usage)
 app.add_typer(dlq.app, name="dlq")
 app.add_typer(effects.app, name="effects")
+
+
+OBJECTS_TO_COLLECT = 10_000
+"""So many new objects start a collection of the youngest. Python's 700 make a tenth of a start, which only makes objects to keep."""
 
 
 def main() -> None:
@@ -62,6 +66,7 @@ def _options(
     ] = False,
 ) -> None:
     """Options that come before a command."""
+    gc.set_threshold(OBJECTS_TO_COLLECT)
 
 
 @app.command()
@@ -91,6 +96,7 @@ def scheduler() -> None:
 @app.command()
 def operator() -> None:
     """Run AgentRuns and CronTasks on Kubernetes. Several replicas may run: one of them works."""
+    from agentrun.telemetry import set_up_logs
     from agentrun_operator import main
     from agentrun_operator import settings as operator_settings
 
@@ -111,6 +117,7 @@ def migrate(
     stderr when it is not: a statement was refused, another migration ran for too long, or Postgres does not answer.
     """
     from agentrun.store import migrations
+    from agentrun.telemetry import set_up_logs
 
     current = settings.read("database_url")
     set_up_logs(level=current.log_level, form=current.log_format, process="migrate")
@@ -248,8 +255,11 @@ def _append(file: Path, line: str) -> None:
         raise ConfigurationError(f"{file}: {error.strerror}; name a file that can be written") from None
 
 
-def _read(process: str) -> tuple[Settings, AgentRun]:
+def _read(process: str) -> "tuple[Settings, AgentRun]":
     """Settings and manifest of a process, with logs set up. Of several AgentRuns in the file it takes its own."""
+    from agentrun.manifests import load
+    from agentrun.telemetry import set_up_logs
+
     current = settings.read("database_url", "redis_url", "manifest")
     assert current.manifest is not None
     set_up_logs(level=current.log_level, form=current.log_format, process=process, agent=current.agent)
@@ -264,6 +274,7 @@ def _read(process: str) -> tuple[Settings, AgentRun]:
 
 def _run(work: Coroutine[Any, Any, object]) -> None:
     """Runs a process to its end on uvloop where there is one."""
+    gc.freeze()  # what was imported stays, so no collection need look at it again
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(work)
 

@@ -7,36 +7,23 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from pydantic import Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from agentrun.domain.errors import ConfigurationError
 
 
-class _Variables(EnvSettingsSource):
-    """The environment by the fields' variables alone. `populate_by_name` would also read NAME, HOST and PORT, which others set."""
+class FromEnvironment(BaseModel):
+    """Settings whose fields are filled from their `validation_alias` in the environment; what Python gives by name comes first.
 
-    def __init__(self, settings: type[BaseSettings]) -> None:
-        super().__init__(settings)
-        self.config = SettingsConfigDict(**{**self.config, "populate_by_name": False})
+    Only the alias is looked up: NAME, HOST and PORT are set by others.
+    """
 
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
-class FromEnvironment(BaseSettings):
-    """Settings whose fields are filled from their `validation_alias` in the environment, or by name from Python."""
-
-    model_config = SettingsConfigDict(frozen=True, extra="ignore", populate_by_name=True)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """What Python gives comes first."""
-        return init_settings, _Variables(settings_cls)
+    def __init__(self, **given: Any) -> None:
+        variables = ((field, str(info.validation_alias)) for field, info in type(self).model_fields.items())
+        found = {variable: os.environ[variable] for field, variable in variables if field not in given and variable in os.environ}
+        super().__init__(**found, **given)
 
 
 class Settings(FromEnvironment):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from waiting import eventually
 
-from agentrun import __version__, cli
+from agentrun import __version__, cli, telemetry
 from agentrun.domain.keys import Scope, parse_records, verify
 
 CRDS = Path(__file__).parents[2] / "crds"
@@ -140,7 +140,7 @@ def test_a_process_takes_its_own_agent_run_out_of_several(tmp_path: Path, monkey
         monkeypatch.setenv(name, value)
 
     monkeypatch.setenv("AGENTRUN_NAME", "support")
-    monkeypatch.setattr(cli, "set_up_logs", lambda **_: None)
+    monkeypatch.setattr(telemetry, "set_up_logs", lambda **_: None)
     assert cli._read("worker")[1].metadata.name == "support"
 
     monkeypatch.setenv("AGENTRUN_NAME", "other")
@@ -148,10 +148,34 @@ def test_a_process_takes_its_own_agent_run_out_of_several(tmp_path: Path, monkey
         cli._read("worker")
 
 
-def test_the_command_line_loads_no_process_before_it_is_asked_for() -> None:
-    """Loading them takes seconds; `agentrun --version` must not."""
-    heavy = ("asyncpg", "redis", "fastapi", "uvicorn", "pydantic_ai", "openai", "genai_prices", "httpx2")
-    code = f"import sys, agentrun.cli; print([name for name in {heavy!r} if name in sys.modules])"
+MODEL_PACKAGES = ("pydantic_ai", "openai")
+PROCESS_PACKAGES = (
+    "asyncpg",
+    "redis",
+    "fastapi",
+    "uvicorn",
+    "structlog",
+    "prometheus_client",
+    "agentrun.manifests",
+    "genai_prices",
+    "httpx2",
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("agentrun.cli", (*MODEL_PACKAGES, *PROCESS_PACKAGES)),
+        ("agentrun.cli, agentrun.worker.process, agentrun.agents.loading", MODEL_PACKAGES),
+        ("agentrun.cli, agentrun.gateway.process", MODEL_PACKAGES),
+        ("agentrun.cli, agentrun.scheduler.process", (*MODEL_PACKAGES, "fastapi")),
+        ("agentrun.cli, agentrun_operator.main", (*MODEL_PACKAGES, "fastapi")),
+    ],
+)
+def test_a_start_loads_only_what_it_needs(modules: str, heavy: tuple[str, ...]) -> None:
+    """Loading takes most of a start, and with it of scaling from zero: `agentrun --version` loads no process, and a worker no
+    pydantic-ai unless its agent uses it."""
+    code = f"import sys, {modules}; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
     assert done.stdout.strip() == "[]"

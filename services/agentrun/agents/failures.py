@@ -4,12 +4,10 @@ Types: timeout, rate_limited, quota_exceeded, provider_unavailable, provider_aut
 limit_exceeded, platform_unavailable, agent_error, and whatever an agent raises itself as `AgentFailure`.
 """
 
-import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-from pydantic_ai import exceptions as ai
 
 from agentrun.agents.output import mend
 from agentrun.domain.errors import AgentrunError, BusUnavailable, StoreUnavailable
@@ -42,54 +40,26 @@ class Failure:
 def classify(error: BaseException) -> Failure:
     """What to tell of an exception that an executor raised. Cancellation is not a failure and must not come here."""
     error = _innermost(error)
-    kind, retryable = _kind(error)
-    after = error.retry_after if isinstance(error, ai.ModelAPIError) and retryable else None
-    return Failure(kind, _message(error), retryable, after)
+    named, after, by_model = isinstance(error, AgentrunError), None, None
+    if "pydantic_ai" in sys.modules:  # otherwise it can be none of its errors
+        from agentrun.agents import model_failures
+
+        named = named or model_failures.says_enough(error)
+        by_model, after = model_failures.kind(error), model_failures.retry_after(error)
+    kind, retryable = by_model or _kind(error)
+    return Failure(kind, _message(error, named=named), retryable, after if retryable else None)
 
 
 def _kind(error: BaseException) -> tuple[str, bool]:
-    for cls, kind, retryable in _BY_CLASS:
-        if isinstance(error, cls):
-            return kind, retryable
     if isinstance(error, AgentFailure):
         return error.type, error.retryable
-    if isinstance(error, ai.ModelHTTPError):
-        return _by_status(error.status_code)
-    if isinstance(error, ai.ModelAPIError):
-        return "provider_error", isinstance(error.__cause__, json.JSONDecodeError)  # garbled on its way
-    if _from_transport(error):
+    if isinstance(error, TimeoutError):
+        return "timeout", True
+    if isinstance(error, StoreUnavailable | BusUnavailable):
+        return "platform_unavailable", True
+    if isinstance(error, ConnectionError) or _from_transport(error):
         return "provider_unavailable", True
     return "agent_error", False
-
-
-# The first class that fits decides, so a narrower one stands above its base.
-_BY_CLASS: tuple[tuple[type[BaseException], str, bool], ...] = (
-    (ai.ModelQuotaExceededError, "quota_exceeded", False),
-    (ai.ModelRateLimitError, "rate_limited", True),
-    (ai.ModelTimeoutError, "timeout", True),
-    (ai.ModelRequestTimeout, "timeout", True),
-    (ai.ModelAuthenticationError, "provider_auth", False),
-    (ai.ModelUnavailableError, "provider_unavailable", True),
-    (ai.ModelServerError, "provider_unavailable", True),
-    (ai.ModelConnectionError, "provider_unavailable", True),
-    (ai.UsageLimitExceeded, "limit_exceeded", False),
-    (ai.ContentFilterError, "content_filtered", False),
-    (ai.UnexpectedModelBehavior, "invalid_output", False),
-    (TimeoutError, "timeout", True),
-    (StoreUnavailable, "platform_unavailable", True),
-    (BusUnavailable, "platform_unavailable", True),
-    (ConnectionError, "provider_unavailable", True),
-)
-
-
-def _by_status(status: int) -> tuple[str, bool]:
-    if status == 408:
-        return "timeout", True
-    if status == 429:
-        return "rate_limited", True
-    if status == 409 or status >= 500:
-        return "provider_unavailable", True
-    return ("provider_auth" if status in (401, 403) else "provider_error"), False
 
 
 def _from_transport(error: BaseException) -> bool:
@@ -103,13 +73,14 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-def _message(error: BaseException) -> str:
-    text = " ".join(_parts(error))
+def _message(error: BaseException, *, named: bool) -> str:
+    text = " ".join(_parts(error, named=named))
     text = _SECRET.sub("[redacted]", mend(text)).strip()
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "…"
 
 
-def _parts(error: BaseException) -> Iterator[str]:
-    if not isinstance(error, AgentrunError | ai.AgentRunError | ai.UserError):
+def _parts(error: BaseException, *, named: bool) -> Iterator[str]:
+    """What is shown of an error; its type first unless it is `named` well enough by what it says."""
+    if not named:
         yield f"{type(error).__name__}:"
     yield str(error) or type(error).__name__

@@ -10,7 +10,6 @@ import typer
 from agentrun import settings
 from agentrun.costs.amounts import usd
 from agentrun.domain.errors import ConfigurationError, ManifestError
-from agentrun.manifests import load
 from agentrun.settings import Settings
 
 if TYPE_CHECKING:
@@ -58,6 +57,7 @@ async def _reprice(current: Settings, overrides: "Overrides", since: datetime, u
 
 def _overrides(current: Settings) -> "Overrides":
     from agentrun.costs.rules import overrides_of
+    from agentrun.manifests import load
 
     if current.manifest is None:
         return {}

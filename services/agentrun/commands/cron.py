@@ -4,7 +4,7 @@ import secrets
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -13,7 +13,9 @@ from agentrun.commands.output import PAGE, Json, ask_gateway, pages, print_json,
 from agentrun.domain import cron
 from agentrun.domain.errors import ConfigurationError, ManifestError
 from agentrun.domain.slots import minute
-from agentrun.manifests import CronTask, load_all
+
+if TYPE_CHECKING:
+    from agentrun.manifests import CronTask
 
 app = typer.Typer(
     help="CronTasks: their slots and runs. Asks the gateway at AGENTRUN_URL with AGENTRUN_API_KEY, a key of scope admin.",
@@ -140,6 +142,8 @@ def next_slots(
 
 
 def _of_file(file: Path, name: str | None) -> list[dict[str, str]]:
+    from agentrun.manifests import load_all
+
     found = [task for task in load_all(file).cron_tasks if name in (None, task.metadata.name)]
     if not found:
         raise ManifestError(f"{file}: holds no CronTask{f' named {name}' if name else ''}; name another file")
@@ -156,7 +160,7 @@ def _of_file(file: Path, name: str | None) -> list[dict[str, str]]:
     ]
 
 
-def _check(task: CronTask, file: Path) -> None:
+def _check(task: "CronTask", file: Path) -> None:
     if problem := cron.schedule_problem(task.spec.schedule):
         raise ManifestError(f"{file}: spec.schedule: {problem}")
     if problem := cron.zone_problem(task.spec.time_zone):
