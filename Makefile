@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test chaos test-planted test-long test-scale test-system lint fmt types model up e2e down bench-operator bench-wake docs image chart clean
+.PHONY: help demo test test-slow chaos test-planted test-long test-scale test-system lint fmt types model up e2e down bench-operator bench-wake docs image chart clean
 
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
@@ -24,10 +24,14 @@ demo: .venv/.synced ## Chat on this machine with an offline model; MODEL=provide
 	@$(RUN)/agentrun dev -f examples/minimal/agentrun.yaml $(if $(STATE),--state "$$STATE") $(if $(PORT),--port "$$PORT") \
 		$(if $(MODEL),--model "$$MODEL") $(if $(BASE_URL),--base-url "$$BASE_URL") $(if $(MESSAGE),--message "$$MESSAGE")
 
-test: .venv/.synced ## All tests; those of statements and scripts also on the system's Postgres 15 and Redis, or skipped there
-	@mkdir -p $(REPORTS) && rm -f $(REPORTS)/*.xml; status=0; \
-	$(PYTEST) --junitxml=$(REPORTS)/all.xml $(ARGS) || status=$$?; \
-	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores -m "not scale and (not processes or whole_path)" \
+test: .venv/.synced ## All that this machine can test, but for what takes long
+	@mkdir -p $(REPORTS) && rm -f $(REPORTS)/*.xml
+	$(PYTEST) -m "not scale and not slow" --junitxml=$(REPORTS)/all.xml $(ARGS)
+
+test-slow: .venv/.synced ## The slow tests, and those of statements and scripts on the system's Postgres 15 and Redis, or skipped there
+	@mkdir -p $(REPORTS); status=0; \
+	$(PYTEST) -m slow --junitxml=$(REPORTS)/slow.xml $(ARGS) || status=$$?; \
+	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores -m "not scale and not slow and (not processes or whole_path)" \
 		--junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
 	exit $$status
 

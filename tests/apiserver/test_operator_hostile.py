@@ -181,6 +181,7 @@ async def versions(kube: Kube, namespace: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 async def test_ko_06_edits_each_moment_then_silence_over_full_lists_then_ko_01_the_namespace_goes(
     operator_process: Any, kube: Kube, namespace: str, database_url: str, redis_url: str
 ) -> None:

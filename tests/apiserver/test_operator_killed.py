@@ -244,6 +244,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CHANGES))
 async def test_an_operator_that_is_killed_after_any_write_of_one_change_leaves_the_rest_to_the_next(
     name: str, operator_process: Any, crds_applied: KubeServer, kube: Kube, databases: Databases, redis_url: str
@@ -309,6 +310,7 @@ async def settled_shape(one: Life) -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 async def test_an_operator_that_is_killed_while_a_successor_takes_the_place_of_a_deleted_one(
     operator_process: Any, crds_applied: KubeServer, kube: Kube, databases: Databases, redis_url: str
 ) -> None:
@@ -425,7 +427,12 @@ async def is_told(one: Life, task: Document) -> bool:
 
 
 @pytest.mark.parametrize(
-    "point", ["operator.crontask.stored=kill@1", "operator.crontask.stored=kill@2", "operator.kube.written=kill@1"]
+    "point",
+    [
+        pytest.param("operator.crontask.stored=kill@1", marks=pytest.mark.slow),
+        pytest.param("operator.crontask.stored=kill@2", marks=pytest.mark.slow),
+        "operator.kube.written=kill@1",
+    ],
 )
 async def test_an_operator_that_is_killed_while_it_stores_a_crontask_leaves_the_rest_to_the_next(
     point: str, operator_process: Any, crds_applied: KubeServer, kube: Kube, databases: Databases, redis_url: str

@@ -73,6 +73,7 @@ async def goes_on_with_agentruns(kube: Kube, process: ProductProcess, redis_url:
     assert (await process.get("/readyz")).status_code == (await process.get("/healthz")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_agentruns_go_on_while_the_crontask_kind_is_removed_and_crontasks_when_it_is_back(
     private_api_server: KubeServer, operator_process: Any, database_url: str, redis_url: str
 ) -> None:

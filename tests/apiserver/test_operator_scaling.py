@@ -254,7 +254,7 @@ async def test_sc_05_a_scale_in_takes_idle_pods_and_no_cost_stays(
     await shop.has(0)
 
 
-@pytest.mark.parametrize("step", ["costs", "written"])
+@pytest.mark.parametrize("step", [pytest.param("costs", marks=pytest.mark.slow), "written"])
 async def test_sc_05_an_operator_that_dies_in_the_middle_of_a_scale_in_leaves_it_to_the_next(
     shop: Shop, workload_controllers: None, step: str
 ) -> None:

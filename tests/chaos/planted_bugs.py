@@ -21,7 +21,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Bug:
-    """`test` goes red with it. `quick`: it takes so little time that every `make test` plants it."""
+    """`test` goes red with it. `quick`: it takes so little time that every `make test-slow` plants it."""
 
     name: str
     what: str

@@ -1,4 +1,4 @@
-"""Plants each bug in a copy of the product and sees its test go red: `make test-planted`. `make test` plants the quick ones."""
+"""Plants each bug in a copy of the product and sees its test go red: `make test-planted`. `make test-slow` plants the quick ones."""
 
 import os
 import re
@@ -72,12 +72,14 @@ def run_tests(tests: Sequence[str], texts: dict[str, str], folder: Path) -> tupl
     return done.returncode, done.stdout[-5000:] + done.stderr[-1000:]
 
 
+@pytest.mark.slow
 def test_without_a_bug_the_same_tests_are_green(tmp_path: Path) -> None:
     tests = sorted({bug.test for bug in PLANTED})
     code, told = run_tests(tests, {}, tmp_path)
     assert code == 0 and "skipped" not in told.splitlines()[-1], told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
 def test_a_planted_bug_turns_its_test_red(bug: Bug, tmp_path: Path) -> None:
     code, told = run_tests([bug.test], patched(bug), tmp_path)

@@ -178,6 +178,7 @@ async def test_an_agent_that_cannot_be_loaded_is_told_in_one_line_and_nothing_wa
     assert dev.left() == []
 
 
+@pytest.mark.slow
 async def test_the_examples_run_one_after_the_other_from_one_folder(dev: Dev) -> None:
     said = {"minimal": "You said", "tools": "price_of said tea costs 4.20 euros", "own": "2… 1… lift-off!"}
     for name, answered in said.items():

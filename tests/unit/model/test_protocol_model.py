@@ -10,6 +10,17 @@ from protocol_scenarios import BASE, BUGS, HARMLESS, WALKS, WITHOUT
 from protocol_state import RULES, Scenario
 
 LIMIT = 150_000
+SLOW = {
+    "groups: one session",
+    "groups: two sessions",
+    "merge: effect, any fault",
+    "queue: two runs, retry or drain",
+    "stream: any fault",
+    "stream: cancel",
+    "stream: checkpoint, give-back",
+    "stream: two workers",
+}
+"""Graphs of many states."""
 
 
 def _explored(name: str, scenario: Scenario) -> tuple[Result, str]:
@@ -17,7 +28,7 @@ def _explored(name: str, scenario: Scenario) -> tuple[Result, str]:
     return result, "\n".join([result.line(), *result.trace])
 
 
-@pytest.mark.parametrize("name", BASE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in BASE])
 def test_no_property_fails_and_every_run_can_end(name: str) -> None:
     result, shown = _explored(name, BASE[name])
 
@@ -45,6 +56,10 @@ def test_an_earlier_acknowledgement_is_harmless(name: str) -> None:
 
     assert result.complete, shown
     assert result.violated == "", shown
+
+
+def test_the_slow_ones_are_there() -> None:
+    assert set(BASE) > SLOW
 
 
 def test_each_rule_is_taken_away_once() -> None:
