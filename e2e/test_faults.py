@@ -159,6 +159,9 @@ async def test_qw_05_a_worker_that_is_told_to_stop_ends_its_run_takes_no_other_a
 
         signalled = datetime.now(UTC)
         shop.kubectl.delete("pod", name, shop.namespace, wait=False)  # the kubelet signals process 1 of the container
+        await eventually(
+            lambda: "worker stops" in shop.kubectl("logs", "-n", shop.namespace, name), within=30, what="the signal has arrived"
+        )
         second = gateway.submit("0.1")["run_id"]  # there is room for it
         await shop.done(gateway, [first, second], within=90)
         end = await eventually(lambda: terminated(seen, name), within=60, what="its container has ended")
