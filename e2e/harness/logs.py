@@ -80,10 +80,11 @@ class Logs:
 
 
 def save(cluster: Cluster, namespaces: Sequence[str], folder: Path) -> None:
-    """Writes what is kept of these namespaces, each pod's into a folder of its own."""
+    """Writes what is kept of these namespaces and of those that begin with one of them and `-`, each pod's into a folder of its own."""
     kept = cluster.on_node(f"ls {FOLDER} 2>/dev/null; true").split()
     for name in kept:
-        if name.partition("_")[0] in namespaces:
+        place = name.partition("_")[0]
+        if any(place == one or place.startswith(f"{one}-") for one in namespaces):
             folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(CommandError):
                 run(["docker", "cp", "--quiet", f"{cluster.node}:{FOLDER}/{name}", str(folder)])

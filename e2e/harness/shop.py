@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from collections.abc import Collection
 from typing import Any
 
 import httpx2
@@ -137,11 +138,14 @@ class Shop:
         with self.kubectl.forward("service/provider", agents.PROVIDER_PORT, self.namespace) as port:
             httpx2.post(f"http://127.0.0.1:{port}/marks/{name}", timeout=10).raise_for_status()
 
-    def remove_agents(self) -> None:
-        """Deletes AgentRuns and CronTasks; fails unless everything that followed from them goes too, within a minute."""
+    def remove_agents(self, *, besides: Collection[str] = ()) -> None:
+        """Deletes AgentRuns and CronTasks; fails unless everything that followed from them goes too, within a minute.
+
+        `besides` is what somebody else has put into the namespace, as kind/name.
+        """
         self.kubectl("delete", "crontasks,agentruns", "--all", "-n", self.namespace, "--wait", "--timeout=60s", within=90)
         deadline = time.monotonic() + 60
-        while left := self.left():
+        while left := [one for one in self.left() if one not in besides]:
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.5)
 
@@ -149,11 +153,11 @@ class Shop:
         """What there is in the namespace, of any kind, that neither the scenario nor its provider has made."""
         kinds = self.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
         asked = ",".join(kind for kind in kinds if kind.partition(".")[0] != "events")
-        found = {name: name.partition("/") for name in self.kubectl("get", asked, "-n", self.namespace, "-o", "name").split()}
+        found = [name.partition("/") for name in self.kubectl("get", asked, "-n", self.namespace, "-o", "name").split()]
         return [
-            whole
-            for whole, (kind, _, name) in found.items()
-            if f"{kind.partition('.')[0]}/{name}" not in self._own and not name.startswith("provider")
+            plain
+            for kind, _, name in found
+            if (plain := f"{kind.partition('.')[0]}/{name}") not in self._own and not name.startswith("provider")
         ]
 
     def close(self) -> None:
