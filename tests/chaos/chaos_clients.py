@@ -18,6 +18,9 @@ PATIENCE_SECONDS, CALM_SECONDS = 4.0, 20.0
 PAUSE_SECONDS = 0.2
 REFUSALS = (429, 503)
 """Answers after which a client tries again."""
+MOST_UNANSWERED = 100
+"""So many messages without an answer are a crowd: on a machine that is too slow for the plan there would be more and more, until the
+test itself, with its proxies, has no time to carry any of them."""
 MOST_REFUSALS = 3
 """Others that a reader takes before it gives up."""
 
@@ -34,11 +37,20 @@ class Clients:
     _rng: random.Random = field(default_factory=random.Random)
     _stored: set[str] = field(default_factory=set)
     """Keys that have been answered 202."""
+    _unanswered: int = 0
+    """Messages that are being sent."""
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the plan has to wait until some have their answers."""
+        return self._unanswered >= MOST_UNANSWERED
 
     async def play(self, one: Submission) -> None:
         """One message with everything that its client does about it, until all of it is over."""
         self.seen.sent[one.key] = one.text
+        self._unanswered += 1
         answers = await asyncio.gather(*(self._submit(one) for _ in range(one.copies)))
+        self._unanswered -= 1
         others = []
         if one.key in self.seen.refused:
             return

@@ -81,7 +81,8 @@ async def chaos(seed: int, runs: int, folder: Path) -> Outcome:
     made = plan(seed, runs)
     (folder / "plan.txt").write_text("\n".join([f"seed {seed}", *map(str, made.steps), *map(str, made.submissions)]))
     async with chaos_system(folder) as system:
-        clients, clock = Clients(system, system.http), Clock(lambda: system.stands)
+        clients = Clients(system, system.http)
+        clock = Clock(lambda: system.stands and not clients.crowded)
         background = [asyncio.create_task(system.watch()), asyncio.create_task(clock.run())]
         begun = time.monotonic()
         playing = [asyncio.create_task(_play(clock, clients, one)) for one in made.submissions]
