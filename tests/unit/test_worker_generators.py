@@ -111,6 +111,7 @@ async def test_one_that_never_ends_and_one_that_fails_hold_up_no_other(monkeypat
     await eventually(lambda: len(done) == 2, within=5, what="the last one is closed")
     (words,) = told
     assert words["error"] == "ValueError: broken" and "fail" in words["generator"]
+    await eventually(lambda: len(closer._closing) == 1, within=5, what="only the one that hangs is left")
     (hanging,) = closer._closing
     hanging.cancel()
     with suppress(asyncio.CancelledError):
