@@ -7,7 +7,7 @@ SHELL := /bin/bash
 REPORTS := .pytest_cache/reports
 RUN     := .venv/bin
 # Tests wait for deadlines more than they compute, so more of them than cores run side by side; JOBS=0 runs one after the other.
-JOBS    ?= 4
+JOBS    ?= 5
 LEVEL   ?= smoke
 PYTEST  := $(RUN)/pytest -n $(JOBS) --dist worksteal
 

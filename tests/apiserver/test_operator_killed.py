@@ -87,6 +87,7 @@ async def life(kube: Kube, databases: Databases, redis_url: str, start: Any) -> 
         await kube.delete("namespaces", "", namespace)
 
 
+@pytest.mark.slow
 async def test_an_operator_that_is_killed_after_any_of_its_first_writes_leaves_the_rest_to_the_next(
     operator_process: Any, crds_applied: KubeServer, kube: Kube, databases: Databases, redis_url: str
 ) -> None:
@@ -135,6 +136,7 @@ async def uids(one: Life, kind: str) -> dict[str, str]:
     return {body["metadata"]["name"]: body["metadata"]["uid"] for found, body in await one.objects() if found == kind}
 
 
+@pytest.mark.slow
 async def test_an_operator_that_is_killed_after_any_write_of_an_update_leaves_the_rest_to_the_next(
     operator_process: Any, crds_applied: KubeServer, kube: Kube, databases: Databases, redis_url: str
 ) -> None:

@@ -172,6 +172,7 @@ async def whole(
         yield made
 
 
+@pytest.mark.slow
 async def test_stalls_of_postgres_lose_no_attempt_of_a_healthy_worker(whole: System, private_postgres: PrivateServer) -> None:
     async with fault_proxy(private_postgres.url) as proxy:
         await asyncio.gather(whole.gateway(), whole.scheduler(), *(whole.worker(database_url=proxy.url) for _ in range(2)))

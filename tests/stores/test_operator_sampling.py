@@ -569,6 +569,7 @@ async def test_many_databases_share_few_connections(redis_url: str, databases: D
         assert 1 <= most <= 3, "two places, and one that is about to close"
 
 
+@pytest.mark.slow
 async def test_databases_that_hang_keep_no_other_from_its_turn(redis_url: str, database_url: str, pool: Pool) -> None:
     """As many as there are places, and more: those that have failed once wait for places of their own."""
     reaper = FleetReaper(ObjectCache(), identity="operator-1", connections=2, scheduler_grace_seconds=0)
