@@ -31,7 +31,7 @@ test: .venv/.synced ## All that this machine can test, but for what takes long
 test-slow: .venv/.synced ## The slow tests, and those of statements and scripts on the system's Postgres 15 and Redis, or skipped there
 	@mkdir -p $(REPORTS); status=0; \
 	$(PYTEST) -m slow --junitxml=$(REPORTS)/slow.xml $(ARGS) || status=$$?; \
-	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores -m "not scale and not slow and (not processes or whole_path)" \
+	AGENTRUN_TEST_STORES=system $(PYTEST) tests/stores -m "not scale and (not processes or whole_path)" \
 		--junitxml=$(REPORTS)/system.xml $(ARGS) || status=$$?; \
 	exit $$status
 
