@@ -189,6 +189,14 @@ async def test_a_large_run_goes_in_bounded_batches_and_is_archived_with_the_last
     assert reduced(await messages.after(pool, run, after=-1))[0] == "".join(f"0.{n} " for n in range(2500))
 
 
+async def test_a_batch_looks_at_no_more_runs_than_its_events_allow(pool: Pool) -> None:
+    """Or each of many batches would read the same long runs again, up to the one that it begins with."""
+    for number in range(5):
+        await ended(pool, message(30), session=f"s{number}", days=10 - number)  # 34 events each
+    batches = [await retention.archive(pool, age_seconds=HOUR, runs=100, events=70) for _ in range(4)]
+    assert batches == [Archived(60, 2), Archived(60, 2), Archived(30, 1), Archived(0, 0)]
+
+
 async def test_several_at_once_do_the_work_once(pool: Pool) -> None:
     for number in range(12):
         await ended(pool, message(30), session=f"s{number}")
@@ -222,6 +230,28 @@ async def test_old_runs_go_with_everything_and_sessions_that_are_empty_then(pool
     for table in ("attempts", "messages", "inputs"):
         assert await pool.fetchval(f"SELECT count(*) FROM {table} WHERE run_id = ANY ($1)", [old, alone]) == 0
     assert await pool.fetchval("SELECT count(*) FROM ledger") == 3, "what was spent is kept apart"
+
+
+async def test_old_runs_with_many_events_go_in_bounded_batches(pool: Pool) -> None:
+    """10,000 events at most; the last event of a run goes with the run, or a reader would wait for it."""
+    cut_off = await ended(pool, message(24_000)[:-2], days=20)
+    others = [await ended(pool, message(4990), session=f"s{number}", days=10 - number) for number in range(5)]
+    await pool.execute("UPDATE runs SET archived_at = now()")
+    left = 24_002 + 5 * 4994
+    place, steps = BEGINNING, []
+    while True:
+        done = await retention.delete_runs(pool, age_seconds=DAY, after=place, runs=100)
+        before, left = left, await pool.fetchval("SELECT count(*) FROM messages")
+        steps.append((done.runs, before - left))
+        over = await pool.fetchval(
+            "SELECT count(*) FROM runs r WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.run_id = r.id AND m.kind = 'completed')"
+        )
+        assert not over
+        if done.place is None:
+            break
+        place = done.place
+    assert steps == [(0, 10_000), (0, 10_000), (1, 4002), (2, 9988), (2, 9988), (1, 4994)]
+    assert not await pool.fetch("SELECT 1 FROM runs WHERE id = ANY ($1)", [cut_off, *others])
 
 
 async def test_what_is_not_archived_is_not_deleted(pool: Pool) -> None:

@@ -35,8 +35,8 @@ class Deleted:
 
 
 async def archive(conn: Executor, *, age_seconds: float, runs: int, events: int) -> Archived:
-    """Thins out the events of runs that ended `age_seconds` ago: at most so many events of so many runs. Nothing is left to do if both
-    numbers of the answer are 0. Raises StoreUnavailable.
+    """Thins out the events of runs that ended `age_seconds` ago: at most so many events of so many runs, whose logs have no more in all
+    unless it is one run. Nothing is left to do if both numbers of the answer are 0. Raises StoreUnavailable.
     """
     with unavailable():
         row = await conn.fetchrow("SELECT * FROM agentrun_1.archive($1, $2, $3)", float(age_seconds), runs, events)
@@ -45,7 +45,9 @@ async def archive(conn: Executor, *, age_seconds: float, runs: int, events: int)
 
 
 async def delete_runs(conn: Executor, *, age_seconds: float, after: Place, runs: int) -> Deleted:
-    """Deletes what may go among the next `runs` archived runs after a place that ended `age_seconds` ago. Raises StoreUnavailable."""
+    """Deletes what may go among the next `runs` archived runs after a place that ended `age_seconds` ago, at most 10,000 events: of more,
+    fewer runs go, or a part of one. Raises StoreUnavailable.
+    """
     with unavailable():
         row = await conn.fetchrow(
             "SELECT * FROM agentrun_1.delete_runs($1, $2, $3, $4)", float(age_seconds), after.ended, after.run_id, runs

@@ -1,7 +1,14 @@
 -- Retention: old rows go in bounded batches. What others hold is passed over (SKIP LOCKED), so that nobody waits for a whole pass; a
 -- submission waits at most for one batch, and only to a session of which nothing was heard for days.
 
--- archive: events of runs that ended more than p_age seconds ago are thinned out, at most p_rows of at most p_runs runs: `void`, and each delta
+-- length_of: how many events a run's log had when it was whole.
+CREATE OR REPLACE FUNCTION agentrun_1.length_of(p_run uuid) RETURNS integer
+LANGUAGE sql STABLE AS $$
+    SELECT coalesce((SELECT m.seq + 1 FROM messages m WHERE m.run_id = p_run ORDER BY m.seq DESC LIMIT 1), 0)
+$$;
+
+-- archive: events of runs that ended more than p_age seconds ago are thinned out, at most p_rows of at most p_runs runs,
+-- fewer where their logs are longer than p_rows in all, or each batch would read the same ones again: `void`, and each delta
 -- that nobody needs: its whole text follows in a `_done`, or a `restart` has taken it back. A delta without such a `_done` is the only copy of what
 -- was said, and stays. A run is archived once nothing is left to be removed; readers know by the holes.
 CREATE OR REPLACE FUNCTION agentrun_1.archive(p_age double precision, p_runs integer, p_rows integer, OUT removed integer, OUT archived integer)
@@ -11,10 +18,15 @@ DECLARE
 BEGIN
     removed := 0;
     archived := 0;
-    SELECT array_agg(x.id) INTO v_ids FROM (
-        SELECT r.id FROM runs r
+    WITH found AS MATERIALIZED (
+        SELECT r.id, r.finished_at FROM runs r
         WHERE r.archived_at IS NULL AND r.finished_at IS NOT NULL AND r.finished_at < now() - make_interval(secs => p_age)
-        ORDER BY r.finished_at LIMIT p_runs FOR NO KEY UPDATE SKIP LOCKED) x;
+        ORDER BY r.finished_at LIMIT p_runs FOR NO KEY UPDATE SKIP LOCKED
+    ), sized AS (
+        SELECT f.id, sum(agentrun_1.length_of(f.id)) OVER so_far AS upto, row_number() OVER so_far AS place
+        FROM found f WINDOW so_far AS (ORDER BY f.finished_at, f.id)
+    )
+    SELECT array_agg(x.id) INTO v_ids FROM sized x WHERE x.upto <= p_rows OR x.place = 1;
     IF v_ids IS NULL THEN RETURN; END IF;
 
     WITH restarts AS MATERIALIZED (
@@ -45,7 +57,8 @@ END $$;
 -- deletes them with all that belongs to them, and sessions that are empty then. The ledger stays. Kept are runs that
 --   wait for a person: an open dead letter, an effect that is not settled
 --   are still asked for: the outcome of a slot that is remembered, the beginning of a redrive, a message that another run answers
--- Answers how many it saw and deleted, and where it stands.
+-- Answers how many it saw (p_runs if there may be more) and deleted, and where it stands. It stops at 10,000 events: a longer run goes from its
+-- beginning on, and its last event with itself, or a reader would wait for it.
 CREATE OR REPLACE FUNCTION agentrun_1.delete_runs(
     p_age double precision, p_ended timestamptz, p_run uuid, p_runs integer,
     OUT seen integer, OUT deleted integer, OUT ended timestamptz, OUT run uuid)
@@ -54,15 +67,26 @@ DECLARE
     v_page uuid[];
     v_ids uuid[];
     v_sessions uuid[];
+    v_events CONSTANT integer := 10000;
+    v_count integer;
 BEGIN
     deleted := 0;
-    SELECT count(*), array_agg(x.id), array_agg(x.session_id), max(x.finished_at) INTO seen, v_page, v_sessions, ended FROM (
+    WITH found AS MATERIALIZED (
         SELECT r.id, r.session_id, r.finished_at FROM runs r
         WHERE r.archived_at IS NOT NULL AND r.finished_at < now() - make_interval(secs => p_age)
           AND (r.finished_at, r.id) > (p_ended, p_run)
-        ORDER BY r.finished_at, r.id LIMIT p_runs) x;
+        ORDER BY r.finished_at, r.id LIMIT p_runs
+    ), sized AS (
+        SELECT f.*, sum(agentrun_1.length_of(f.id)) OVER so_far AS upto, row_number() OVER so_far AS place
+        FROM found f WINDOW so_far AS (ORDER BY f.finished_at, f.id)
+    ), page AS (
+        SELECT * FROM sized s WHERE s.upto <= v_events OR s.place = 1
+    )
+    SELECT array_agg(x.id ORDER BY x.place), array_agg(x.session_id), max(x.finished_at), (SELECT count(*) FROM found)
+    INTO v_page, v_sessions, ended, seen FROM page x;
     IF seen = 0 THEN RETURN; END IF;
-    run := v_page[seen];
+    run := v_page[cardinality(v_page)];
+    IF cardinality(v_page) < seen THEN seen := p_runs; END IF;
 
     SELECT array_agg(x.id) INTO v_sessions FROM (
         SELECT s.id FROM sessions s WHERE s.id = ANY (v_sessions) ORDER BY s.id FOR NO KEY UPDATE SKIP LOCKED) x;
@@ -75,7 +99,16 @@ BEGIN
       AND NOT EXISTS (SELECT 1 FROM inputs i WHERE i.run_id = r.id AND i.held_by <> r.id);
     IF v_ids IS NULL THEN RETURN; END IF;
 
-    DELETE FROM messages m WHERE m.run_id = ANY (v_ids);
+    DELETE FROM messages m USING (
+        SELECT x.run_id, x.seq FROM messages x WHERE x.run_id = ANY (v_ids) ORDER BY x.run_id, x.seq LIMIT v_events) old
+    WHERE m.run_id = old.run_id AND m.seq = old.seq;
+    GET DIAGNOSTICS v_count = ROW_COUNT;
+    IF v_count = v_events THEN                     -- there may be more: again from the same place
+        seen := p_runs;
+        ended := p_ended;
+        run := p_run;
+        RETURN;
+    END IF;
     DELETE FROM inputs i WHERE i.held_by = ANY (v_ids);
     DELETE FROM effects e WHERE e.run_id = ANY (v_ids);
     DELETE FROM dead_letters d WHERE d.run_id = ANY (v_ids);
