@@ -6,6 +6,7 @@ restarted before.
 """
 
 import contextlib
+import fnmatch
 import re
 import subprocess
 import threading
@@ -54,7 +55,7 @@ class Logs:
 
     def lines(self, namespaces: Sequence[str], *, since: str) -> list[Line]:
         """The lines since a time (RFC 3339, UTC, whole seconds) in namespaces with these names, or that begin with one of them and `-`."""
-        chosen = " -o ".join(f"-path './{name}_*' -o -path './{name}-*'" for name in namespaces)
+        chosen = " -o ".join(f"-path './{pattern}'" for pattern in _pods(namespaces))
         told = self._on_node(
             f"{_LINK}; cd {FOLDER} && find . -name '*.log' -newermt '{since}' \\( {chosen} \\) -exec grep -H '' {{}} +; true"
         )
@@ -83,11 +84,15 @@ def save(cluster: Cluster, namespaces: Sequence[str], folder: Path) -> None:
     """Writes what is kept of these namespaces and of those that begin with one of them and `-`, each pod's into a folder of its own."""
     kept = cluster.on_node(f"ls {FOLDER} 2>/dev/null; true").split()
     for name in kept:
-        place = name.partition("_")[0]
-        if any(place == one or place.startswith(f"{one}-") for one in namespaces):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in _pods(namespaces)):
             folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(CommandError):
                 run(["docker", "cp", "--quiet", f"{cluster.node}:{FOLDER}/{name}", str(folder)])
+
+
+def _pods(namespaces: Sequence[str]) -> list[str]:
+    """Patterns of the pods' folders, which are namespace_pod_uid."""
+    return [f"{name}{end}*" for name in namespaces for end in "_-"]
 
 
 def _parsed(told: str) -> Iterator[Line]:
