@@ -51,7 +51,8 @@ def p99(took: list[float]) -> float:
 
 
 async def size(pool: Pool) -> int:
-    return int(await pool.fetchval("SELECT pg_table_size('messages')"))
+    """In bytes, with its indexes."""
+    return int(await pool.fetchval("SELECT pg_total_relation_size('messages')"))
 
 
 async def test_event_rows_age_through_retention_while_submissions_go_on(private_postgres: PrivateServer) -> None:

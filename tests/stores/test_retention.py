@@ -232,26 +232,42 @@ async def test_old_runs_go_with_everything_and_sessions_that_are_empty_then(pool
     assert await pool.fetchval("SELECT count(*) FROM ledger") == 3, "what was spent is kept apart"
 
 
-async def test_old_runs_with_many_events_go_in_bounded_batches(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        ([24_003, 4994, 4994, 4994], [(0, 10_000), (0, 10_000), (1, 4003), (2, 9988), (1, 4994)]),
+        ([10_000, 5000, 5000, 1], [(1, 10_000), (2, 10_000), (1, 1)]),
+        ([20_000, 10_001], [(0, 10_000), (1, 10_000), (0, 10_000), (1, 1)]),
+    ],
+)
+async def test_old_runs_with_many_events_go_in_bounded_batches(
+    pool: Pool, lengths: list[int], steps: list[tuple[int, int]]
+) -> None:
     """10,000 events at most; the last event of a run goes with the run, or a reader would wait for it."""
-    cut_off = await ended(pool, message(24_000)[:-2], days=20)
-    others = [await ended(pool, message(4990), session=f"s{number}", days=10 - number) for number in range(5)]
+    kept = await ended(pool, _cut_off(12_000), session="kept", days=30)
+    await pool.execute("INSERT INTO dead_letters (run_id, payload, reason, attempts) VALUES ($1, '{}', 'x', 1)", kept)
+    for number, length in enumerate(lengths):
+        await ended(pool, _cut_off(length), session=f"s{number}", days=20 - number)
     await pool.execute("UPDATE runs SET archived_at = now()")
-    left = 24_002 + 5 * 4994
-    place, steps = BEGINNING, []
+    place, seen = BEGINNING, []
     while True:
+        before = await pool.fetchval("SELECT count(*) FROM messages")
         done = await retention.delete_runs(pool, age_seconds=DAY, after=place, runs=100)
-        before, left = left, await pool.fetchval("SELECT count(*) FROM messages")
-        steps.append((done.runs, before - left))
-        over = await pool.fetchval(
-            "SELECT count(*) FROM runs r WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.run_id = r.id AND m.kind = 'completed')"
+        seen.append((done.runs, before - await pool.fetchval("SELECT count(*) FROM messages")))
+        assert not await pool.fetch(
+            "SELECT 1 FROM runs r WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.run_id = r.id AND m.kind = 'completed')"
         )
-        assert not over
         if done.place is None:
             break
         place = done.place
-    assert steps == [(0, 10_000), (0, 10_000), (1, 4002), (2, 9988), (2, 9988), (1, 4994)]
-    assert not await pool.fetch("SELECT 1 FROM runs WHERE id = ANY ($1)", [cut_off, *others])
+    assert [one for one in seen if one != (0, 0)] == steps
+    assert [row["id"] for row in await pool.fetch("SELECT id FROM runs")] == [kept]
+    assert await pool.fetchval("SELECT count(*) FROM messages") == 12_000
+
+
+def _cut_off(length: int) -> list[Event]:
+    """So many events with the last one of the run, of which none is spare."""
+    return message(length)[: length - 1]
 
 
 async def test_what_is_not_archived_is_not_deleted(pool: Pool) -> None:

@@ -17,7 +17,7 @@ class Archived:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How far a pass over old runs has come: the end and the id of the last run that it saw."""
+    """How far a pass over old runs has come: the end and the id of the last run that it has done with."""
 
     ended: datetime
     run_id: UUID
@@ -35,8 +35,8 @@ class Deleted:
 
 
 async def archive(conn: Executor, *, age_seconds: float, runs: int, events: int) -> Archived:
-    """Thins out the events of runs that ended `age_seconds` ago: at most so many events of so many runs, whose logs have no more in all
-    unless it is one run. Nothing is left to do if both numbers of the answer are 0. Raises StoreUnavailable.
+    """Thins out the events of runs that ended `age_seconds` ago: at most so many events of so many runs, and no more runs than had so many
+    events in all, but at least one. Nothing is left to do if both numbers of the answer are 0. Raises StoreUnavailable.
     """
     with unavailable():
         row = await conn.fetchrow("SELECT * FROM agentrun_1.archive($1, $2, $3)", float(age_seconds), runs, events)
@@ -45,8 +45,8 @@ async def archive(conn: Executor, *, age_seconds: float, runs: int, events: int)
 
 
 async def delete_runs(conn: Executor, *, age_seconds: float, after: Place, runs: int) -> Deleted:
-    """Deletes what may go among the next `runs` archived runs after a place that ended `age_seconds` ago, at most 10,000 events: of more,
-    fewer runs go, or a part of one. Raises StoreUnavailable.
+    """Deletes what may go among the next `runs` archived runs after a place that ended `age_seconds` ago. No more runs than had 10,000 events
+    in all are looked at, but at least one; a run that still has more loses its first 10,000. Raises StoreUnavailable.
     """
     with unavailable():
         row = await conn.fetchrow(

@@ -7,10 +7,10 @@ LANGUAGE sql STABLE AS $$
     SELECT coalesce((SELECT m.seq + 1 FROM messages m WHERE m.run_id = p_run ORDER BY m.seq DESC LIMIT 1), 0)
 $$;
 
--- archive: events of runs that ended more than p_age seconds ago are thinned out, at most p_rows of at most p_runs runs,
--- fewer where their logs are longer than p_rows in all, or each batch would read the same ones again: `void`, and each delta
+-- archive: events of runs that ended more than p_age seconds ago are thinned out, at most p_rows of at most p_runs runs: `void`, and each delta
 -- that nobody needs: its whole text follows in a `_done`, or a `restart` has taken it back. A delta without such a `_done` is the only copy of what
--- was said, and stays. A run is archived once nothing is left to be removed; readers know by the holes.
+-- was said, and stays. A run is archived once nothing is left to be removed; readers know by the holes. Only so many runs are taken as had p_rows
+-- events in all, at least one: more would be read again by each batch up to their own.
 CREATE OR REPLACE FUNCTION agentrun_1.archive(p_age double precision, p_runs integer, p_rows integer, OUT removed integer, OUT archived integer)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -57,8 +57,8 @@ END $$;
 -- deletes them with all that belongs to them, and sessions that are empty then. The ledger stays. Kept are runs that
 --   wait for a person: an open dead letter, an effect that is not settled
 --   are still asked for: the outcome of a slot that is remembered, the beginning of a redrive, a message that another run answers
--- Answers how many it saw (p_runs if there may be more) and deleted, and where it stands. It stops at 10,000 events: a longer run goes from its
--- beginning on, and its last event with itself, or a reader would wait for it.
+-- Answers how many it saw (p_runs if there may be more) and deleted, and where it stands. Only so many runs are taken as had 10,000 events in all,
+-- at least one. Of a run that still has more, the first 10,000 go; the last event goes with the run, or a reader would wait for it.
 CREATE OR REPLACE FUNCTION agentrun_1.delete_runs(
     p_age double precision, p_ended timestamptz, p_run uuid, p_runs integer,
     OUT seen integer, OUT deleted integer, OUT ended timestamptz, OUT run uuid)
@@ -68,7 +68,7 @@ DECLARE
     v_ids uuid[];
     v_sessions uuid[];
     v_events CONSTANT integer := 10000;
-    v_count integer;
+    v_rest integer;
 BEGIN
     deleted := 0;
     WITH found AS MATERIALIZED (
@@ -99,16 +99,17 @@ BEGIN
       AND NOT EXISTS (SELECT 1 FROM inputs i WHERE i.run_id = r.id AND i.held_by <> r.id);
     IF v_ids IS NULL THEN RETURN; END IF;
 
-    DELETE FROM messages m USING (
-        SELECT x.run_id, x.seq FROM messages x WHERE x.run_id = ANY (v_ids) ORDER BY x.run_id, x.seq LIMIT v_events) old
-    WHERE m.run_id = old.run_id AND m.seq = old.seq;
-    GET DIAGNOSTICS v_count = ROW_COUNT;
-    IF v_count = v_events THEN                     -- there may be more: again from the same place
-        seen := p_runs;
-        ended := p_ended;
-        run := p_run;
-        RETURN;
+    IF cardinality(v_page) = 1 THEN                -- which alone may be longer
+        SELECT x.seq INTO v_rest FROM messages x WHERE x.run_id = v_ids[1] ORDER BY x.seq OFFSET v_events LIMIT 1;
+        IF FOUND THEN
+            DELETE FROM messages m WHERE m.run_id = v_ids[1] AND m.seq < v_rest;
+            seen := p_runs;
+            ended := p_ended;                      -- again from the same place
+            run := p_run;
+            RETURN;
+        END IF;
     END IF;
+    DELETE FROM messages m WHERE m.run_id = ANY (v_ids);
     DELETE FROM inputs i WHERE i.held_by = ANY (v_ids);
     DELETE FROM effects e WHERE e.run_id = ANY (v_ids);
     DELETE FROM dead_letters d WHERE d.run_id = ANY (v_ids);
