@@ -97,7 +97,9 @@ def bind(server: KubeServer, found: list[Document]) -> set[Right]:
     return rights
 
 
-@pytest.mark.parametrize("watched", ["", "team"], ids=["all-namespaces", "one-namespace"])
+@pytest.mark.parametrize(
+    "watched", [pytest.param("", id="all-namespaces", marks=pytest.mark.slow), pytest.param("team", id="one-namespace")]
+)
 async def test_the_operator_lives_on_the_charts_rights_and_uses_them(
     audited: Audited,
     render: Callable[..., list[Document]],

@@ -208,6 +208,7 @@ async def gateway_process(
     return process, headers, run
 
 
+@pytest.mark.slow
 async def test_se_17_a_reader_that_stalls_costs_no_memory(
     database_url: str, redis_url: str, pool: Pool, redis: Redis, product_processes: ProductProcesses, tmp_path: Path
 ) -> None:

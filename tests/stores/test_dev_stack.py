@@ -261,6 +261,7 @@ async def test_the_end_of_a_store_ends_everything_at_once_and_says_why(dev: Dev)
     assert dev.left() == []
 
 
+@pytest.mark.slow
 async def test_the_end_of_the_stores_keeper_is_told_too(dev: Dev) -> None:
     arguments = ("--port", "0", "--serve")
     dev.start(arguments=arguments)
@@ -271,6 +272,7 @@ async def test_the_end_of_the_stores_keeper_is_told_too(dev: Dev) -> None:
     await eventually(lambda: dev.left() == [], within=20, what="the stores have ended with their keeper")
 
 
+@pytest.mark.slow
 async def test_a_second_ctrl_c_ends_everything_at_once(dev: Dev) -> None:
     arguments = ("--port", "0", "--message", "go on")
     started = dev.start(model="demo:slow", settings="{words: 900, delay_ms: 60}", drain=300, arguments=arguments)

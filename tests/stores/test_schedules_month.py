@@ -336,6 +336,7 @@ def within(plan: Plan, begin: datetime, end: datetime) -> bool:
 @pytest.mark.skipif(
     os.environ.get(store_servers.VARIABLE) == "system", reason="a month is lived through once, with the stores from wheels"
 )
+@pytest.mark.slow
 async def test_a_month_has_each_run_once(database_url: str, proof: Callable[[str], None]) -> None:
     begin = at(START)
     plan = Plan(random.Random(START), begin, begin + 30 * DAY).make()
