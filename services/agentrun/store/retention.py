@@ -45,8 +45,8 @@ async def archive(conn: Executor, *, age_seconds: float, runs: int, events: int)
 
 
 async def delete_runs(conn: Executor, *, age_seconds: float, after: Place, runs: int) -> Deleted:
-    """Deletes what may go among the next `runs` archived runs after a place that ended `age_seconds` ago. No more runs than had 10,000 events
-    in all are looked at, but at least one; a run that still has more loses its first 10,000. Raises StoreUnavailable.
+    """Deletes what may go among the next `runs` archived runs after a place that ended `age_seconds` ago. No more runs than had 10,000
+    events in all are looked at, but at least one; a run that still has more loses its first 10,000. Raises StoreUnavailable.
     """
     with unavailable():
         row = await conn.fetchrow(
