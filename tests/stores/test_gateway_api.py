@@ -2,19 +2,15 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
 
 import pytest
-import pytest_asyncio
-from gateway_bench import AGENT, Room, shared_gateway
-from store_servers import Databases
+from gateway_bench import AGENT, Room
 
 from agentrun.bus.events import EventStream
 from agentrun.bus.keys import Keys
 from agentrun.bus.live import LiveFeed
-from agentrun.dev.stores import StoreUrls
 from agentrun.domain.events import Kind
 from agentrun.gateway.feeds import Feeds
 from agentrun.gateway.log import EventLog
@@ -23,17 +19,6 @@ from agentrun.store import transitions
 from agentrun.store.transitions import AttemptRef, Reason, TakeOver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(databases: Databases, store_urls: StoreUrls, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Room]:
-    async with shared_gateway(databases, store_urls, tmp_path_factory.mktemp("gateway")) as room:
-        yield room
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def room(shared: Room) -> Room:
-    return await shared.empty()
 
 
 async def reason_of(room: Room, run_id: Any) -> str | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import httpx2
 import pytest
 import pytest_asyncio
 from commands import command
-from gateway_bench import NAME, NAMESPACE, Room, gateway, shared_gateway
+from gateway_bench import NAME, NAMESPACE, Room, gateway
 from run_factory import claimed, event
 from store_servers import Databases
 
@@ -75,18 +74,6 @@ class Tasks:
 
     async def keys(self) -> list[str]:
         return [row[0] for row in await self.room.pool.fetch("SELECT idempotency_key FROM runs ORDER BY idempotency_key")]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(databases: Databases, store_urls: StoreUrls, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Room]:
-    async with shared_gateway(databases, store_urls, tmp_path_factory.mktemp("gateway")) as room:
-        yield room
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def room(shared: Room) -> Room:
-    await shared.pool.execute("TRUNCATE cron_tasks, slots CASCADE")
-    return await shared.empty()
 
 
 @pytest_asyncio.fixture(loop_scope="module")

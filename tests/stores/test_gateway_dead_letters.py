@@ -1,19 +1,15 @@
 """Dead letters and unsettled effects over HTTP and on the command line: reading, redriving, discarding, settling."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
 import httpx2
 import pytest
-import pytest_asyncio
 from commands import command
-from gateway_bench import Room, gateway, shared_gateway
-from store_servers import Databases
+from gateway_bench import Room, gateway
 
-from agentrun.dev.stores import StoreUrls
 from agentrun.domain.events import Event, Kind, encode_data
 from agentrun.domain.states import RunStatus
 from agentrun.store import effects, transitions
@@ -22,17 +18,6 @@ from agentrun.store.ids import new_id
 from agentrun.store.transitions import Finish, Reason, TakeOver
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(databases: Databases, store_urls: StoreUrls, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Room]:
-    async with shared_gateway(databases, store_urls, tmp_path_factory.mktemp("gateway")) as room:
-        yield room
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def room(shared: Room) -> Room:
-    return await shared.empty()
 
 
 async def put_aside(room: Room, text: str = "poison", *, user: str = "ann", session: str | None = None) -> UUID:

@@ -1,18 +1,14 @@
 """A client whose events are not there any more, or too many, gets their text instead, and misses nothing."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import pytest
-import pytest_asyncio
-from gateway_bench import PlayedWorker, Room, gateway, shared_gateway
+from gateway_bench import PlayedWorker, Room, gateway
 from sse_client import Frame, StreamCutError
-from store_servers import Databases
 
-from agentrun.dev.stores import StoreUrls
 from agentrun.domain.events import GAP, Kind
 from agentrun.domain.reducer import Transcript
 from agentrun.domain.states import RunStatus
@@ -23,17 +19,6 @@ from agentrun.store.transitions import Finish, Reason, TakeOver
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LIMIT = 100
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(databases: Databases, store_urls: StoreUrls, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Room]:
-    async with shared_gateway(databases, store_urls, tmp_path_factory.mktemp("gateway")) as room:
-        yield room
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def room(shared: Room) -> Room:
-    return await shared.empty()
 
 
 def write_message(worker: PlayedWorker, pieces: int, *, item: int = 0, whole: bool = True) -> None:

@@ -34,11 +34,6 @@ async def shared(databases: Databases, store_urls: StoreUrls, tmp_path_factory: 
         yield room
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def room(shared: Room) -> Room:
-    return await shared.empty()
-
-
 def ids(frames: list[Frame]) -> list[int]:
     return [int(frame.id) if frame.id is not None else -100 for frame in frames]
 

@@ -7,26 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
-from gateway_bench import NAME, NAMESPACE, Room, gateway, shared_gateway
-from store_servers import Databases
+from gateway_bench import NAME, NAMESPACE, Room, gateway
 from waiting import eventually
 
 from agentrun.bus.keys import Keys
-from agentrun.dev.stores import StoreUrls
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(databases: Databases, store_urls: StoreUrls, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Room]:
-    async with shared_gateway(databases, store_urls, tmp_path_factory.mktemp("gateway")) as room:
-        yield room
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def room(shared: Room) -> Room:
-    return await shared.empty()
 
 
 async def published(room: Room, count: int) -> set[str]:

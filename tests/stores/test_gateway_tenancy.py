@@ -1,21 +1,18 @@
 """Who sees what, on every route of the gateway: what belongs to somebody else is answered like what does not exist."""
 
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any
 from uuid import UUID, uuid4
 
 import httpx2
 import pytest
-import pytest_asyncio
 from fastapi.routing import APIRoute
-from gateway_bench import Room, shared_gateway
+from gateway_bench import Room
 from run_factory import ledger_row
 from starlette.routing import Route
-from store_servers import Databases
 
-from agentrun.dev.stores import StoreUrls
 from agentrun.gateway.app import create_app
 from agentrun.gateway.context import Gateway
 from agentrun.store import effects, transitions
@@ -74,17 +71,6 @@ TABLES = ("sessions", "runs", "attempts", "messages", "inputs", "ledger", "effec
 
 def by_rule(*rules: Rule) -> list[tuple[str, str]]:
     return [route for route, rule in RULES.items() if rule in rules]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(databases: Databases, store_urls: StoreUrls, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Room]:
-    async with shared_gateway(databases, store_urls, tmp_path_factory.mktemp("gateway")) as room:
-        yield room
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def room(shared: Room) -> Room:
-    return await shared.empty()
 
 
 async def object_of_ann(room: Room) -> UUID:

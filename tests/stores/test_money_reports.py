@@ -5,7 +5,6 @@ import csv
 import io
 import json
 import random
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -14,15 +13,13 @@ from typing import Any
 
 import commands
 import pytest
-import pytest_asyncio
-from gateway_bench import NAME, NAMESPACE, Room, shared_gateway
+from gateway_bench import NAME, NAMESPACE, Room
 from hypothesis import given
 from hypothesis import strategies as st
 from run_factory import ledger_row
 from store_servers import Databases
 
 from agentrun.costs.reports import SUMS, defused
-from agentrun.dev.stores import StoreUrls
 from agentrun.store import usage
 from agentrun.store.ids import new_id
 from agentrun.store.pool import Pool, create_pool
@@ -49,19 +46,6 @@ OF_LEDGER = {
     GroupBy.TASK: "coalesce(l.cron_task::text, '')",
     GroupBy.AGENT: "l.agent",
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(databases: Databases, store_urls: StoreUrls, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Room]:
-    async with shared_gateway(databases, store_urls, tmp_path_factory.mktemp("gateway")) as room:
-        yield room
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def room(shared: Room) -> Room:
-    await shared.pool.execute("TRUNCATE usage_changes, usage_daily, usage_sessions, cron_tasks, slots CASCADE")
-    await shared.pool.execute("TRUNCATE ledger")
-    return await shared.empty()
 
 
 async def full(pool: Pool, by: list[GroupBy]) -> dict[tuple[str, ...], dict[str, Any]]:

@@ -193,7 +193,10 @@ class Room:
 
     async def empty(self) -> "Room":
         """Forgets everything, so that tests can share a gateway."""
-        await self.pool.execute("TRUNCATE sessions, runs, attempts, messages, inputs, ledger, effects, dead_letters CASCADE")
+        await self.pool.execute(
+            "TRUNCATE sessions, runs, attempts, messages, inputs, effects, dead_letters, ledger, cron_tasks, slots,"
+            " usage_changes, usage_daily, usage_sessions"
+        )
         await self.redis.flushall()
         return self
 
