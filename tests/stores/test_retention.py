@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import UUID
 
 import pytest
@@ -18,6 +19,7 @@ from agentrun.domain.follow_ups import Policy
 from agentrun.domain.reducer import Transcript
 from agentrun.domain.states import RunStatus
 from agentrun.gateway.log import EventLog
+from agentrun.maintenance import retention as maintenance
 from agentrun.maintenance.retention import DAY_SECONDS, Ages, Retention
 from agentrun.store import dead_letters, effects, follow_ups, messages, retention, runs, transitions
 from agentrun.store.effects import Begin, EffectState
@@ -28,6 +30,7 @@ from agentrun.store.retention import BEGINNING, Archived
 from agentrun.store.transitions import Finish, Flush, Reason, TakeOver
 
 HOUR, DAY = 3600.0, DAY_SECONDS
+MOST_BATCHES = 1000
 NOT_NEEDED = ("text_delta", "reasoning_delta", "tool_arguments_delta", "void")
 
 
@@ -74,22 +77,24 @@ def message(pieces: int, *, first: int = 0, item: int = 0) -> list[Event]:
 async def archive(pool: Pool, *, age: float = HOUR, run_count: int = 100, events: int = 2000) -> Archived:
     """All that there is to archive."""
     total = Archived(0, 0)
-    while True:
+    for _ in range(MOST_BATCHES):
         done = await retention.archive(pool, age_seconds=age, runs=run_count, events=events)
         if done == Archived(0, 0):
             return total
         total = Archived(total.events + done.events, total.runs + done.runs)
+    raise AssertionError("it never ends")
 
 
 async def delete(pool: Pool, *, days: float = 1, run_count: int = 100) -> int:
     """One pass over old runs; how many went."""
     place, total = BEGINNING, 0
-    while True:
+    for _ in range(MOST_BATCHES):
         done = await retention.delete_runs(pool, age_seconds=days * DAY, after=place, runs=run_count)
         total += done.runs
         if done.place is None:
             return total
         place = done.place
+    raise AssertionError("it never ends")
 
 
 def reduced(events: Sequence[Event]) -> tuple[str, Kind | None]:
@@ -250,7 +255,7 @@ async def test_old_runs_with_many_events_go_in_bounded_batches(
         await ended(pool, _cut_off(length), session=f"s{number}", days=20 - number)
     await pool.execute("UPDATE runs SET archived_at = now()")
     place, seen = BEGINNING, []
-    while True:
+    for _ in range(MOST_BATCHES):
         before = await pool.fetchval("SELECT count(*) FROM messages")
         done = await retention.delete_runs(pool, age_seconds=DAY, after=place, runs=100)
         seen.append((done.runs, before - await pool.fetchval("SELECT count(*) FROM messages")))
@@ -260,6 +265,8 @@ async def test_old_runs_with_many_events_go_in_bounded_batches(
         if done.place is None:
             break
         place = done.place
+    else:
+        pytest.fail("it never ends")
     assert [one for one in seen if one != (0, 0)] == steps
     assert [row["id"] for row in await pool.fetch("SELECT id FROM runs")] == [kept]
     assert await pool.fetchval("SELECT count(*) FROM messages") == 12_000
@@ -471,6 +478,27 @@ async def test_a_pass_goes_on_behind_runs_that_stay(pool: Pool, monkeypatch: pyt
     await archive(pool)
     await Retention(pool, Ages(HOUR, 1, 0)).tick()
     assert await pool.fetchval("SELECT count(*) FROM runs") == 4
+
+
+async def test_a_tick_has_a_quarter_of_its_time_for_batches(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever submits comes first: ten seconds on a clock of the test's, batches of half a second."""
+    now, began = 0.0, []
+
+    async def a_batch(*_: object, **__: object) -> Archived:
+        nonlocal now
+        began.append(now)
+        now += 0.5
+        return Archived(1, 0)
+
+    async def rest(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(retention, "archive", a_batch)
+    monkeypatch.setattr(maintenance, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(maintenance, "asyncio", SimpleNamespace(sleep=rest))
+    await Retention(pool, Ages(HOUR, 0, 0)).tick()
+    assert began == [0, 2, 4, 6, 8]
 
 
 MANIFEST = """

@@ -195,7 +195,7 @@ class Room:
         """Forgets everything, so that tests can share a gateway."""
         await self.pool.execute(
             "TRUNCATE sessions, runs, attempts, messages, inputs, effects, dead_letters, ledger, cron_tasks, slots,"
-            " usage_changes, usage_daily, usage_sessions"
+            " usage_changes, usage_daily, usage_sessions, budget_counters"
         )
         await self.redis.flushall()
         return self

@@ -19,7 +19,7 @@ RUNS = 100
 ROWS = 2000
 """Of one batch."""
 REST = 3.0
-"""Times the duration of a batch: retention has at most a quarter of one connection. With a rest of once, the p99 of submissions was more
+"""Times the duration of a batch: retention has about a quarter of one connection. With a rest of once, the p99 of submissions was more
 than twice the quiet one (`make test-scale`)."""
 TICK_SECONDS = 10.0
 """After this time the rest waits for the next tick, so that progress shows."""

@@ -18,13 +18,13 @@ DECLARE
 BEGIN
     removed := 0;
     archived := 0;
-    WITH found AS MATERIALIZED (
+    WITH old AS MATERIALIZED (
         SELECT r.id, r.finished_at FROM runs r
         WHERE r.archived_at IS NULL AND r.finished_at IS NOT NULL AND r.finished_at < now() - make_interval(secs => p_age)
         ORDER BY r.finished_at LIMIT p_runs FOR NO KEY UPDATE SKIP LOCKED
     ), sized AS (
-        SELECT f.id, sum(agentrun_1.length_of(f.id)) OVER so_far AS upto, row_number() OVER so_far AS place
-        FROM found f WINDOW so_far AS (ORDER BY f.finished_at, f.id)
+        SELECT o.id, sum(agentrun_1.length_of(o.id)) OVER so_far AS upto, row_number() OVER so_far AS place
+        FROM old o WINDOW so_far AS (ORDER BY o.finished_at, o.id)
     )
     SELECT array_agg(x.id) INTO v_ids FROM sized x WHERE x.upto <= p_rows OR x.place = 1;
     IF v_ids IS NULL THEN RETURN; END IF;
@@ -71,18 +71,18 @@ DECLARE
     v_rest integer;
 BEGIN
     deleted := 0;
-    WITH found AS MATERIALIZED (
+    WITH old AS MATERIALIZED (
         SELECT r.id, r.session_id, r.finished_at FROM runs r
         WHERE r.archived_at IS NOT NULL AND r.finished_at < now() - make_interval(secs => p_age)
           AND (r.finished_at, r.id) > (p_ended, p_run)
         ORDER BY r.finished_at, r.id LIMIT p_runs
     ), sized AS (
-        SELECT f.*, sum(agentrun_1.length_of(f.id)) OVER so_far AS upto, row_number() OVER so_far AS place
-        FROM found f WINDOW so_far AS (ORDER BY f.finished_at, f.id)
+        SELECT o.*, sum(agentrun_1.length_of(o.id)) OVER so_far AS upto, row_number() OVER so_far AS place
+        FROM old o WINDOW so_far AS (ORDER BY o.finished_at, o.id)
     ), page AS (
         SELECT * FROM sized s WHERE s.upto <= v_events OR s.place = 1
     )
-    SELECT array_agg(x.id ORDER BY x.place), array_agg(x.session_id), max(x.finished_at), (SELECT count(*) FROM found)
+    SELECT array_agg(x.id ORDER BY x.place), array_agg(x.session_id), max(x.finished_at), (SELECT count(*) FROM old)
     INTO v_page, v_sessions, ended, seen FROM page x;
     IF seen = 0 THEN RETURN; END IF;
     run := v_page[cardinality(v_page)];
@@ -99,7 +99,7 @@ BEGIN
       AND NOT EXISTS (SELECT 1 FROM inputs i WHERE i.run_id = r.id AND i.held_by <> r.id);
     IF v_ids IS NULL THEN RETURN; END IF;
 
-    IF cardinality(v_page) = 1 THEN                -- which alone may be longer
+    IF cardinality(v_page) = 1 THEN                -- several have no more than v_events in all
         SELECT x.seq INTO v_rest FROM messages x WHERE x.run_id = v_ids[1] ORDER BY x.seq OFFSET v_events LIMIT 1;
         IF FOUND THEN
             DELETE FROM messages m WHERE m.run_id = v_ids[1] AND m.seq < v_rest;
