@@ -71,6 +71,11 @@ class Step:
     text: str = ""
 
     @property
+    def replies(self) -> list[str]:
+        """All that may be lost on its link."""
+        return _REPLIES[self.store][self.place.partition("-")[0]]
+
+    @property
     def shields(self) -> bool:
         """Whether the reaper must begin anew to count its contact with Postgres."""
         return self.fault is Fault.RESTART_POSTGRES or (
@@ -175,7 +180,7 @@ def _step(rng: random.Random, fault: Fault) -> Step:
 def _link_step(rng: random.Random, fault: Fault) -> Step:
     place, store = rng.choice(LINKS), rng.choice(list(Store))
     if fault is Fault.LOSE_REPLIES:
-        return Step(0, fault, place, 2.5, store, rng.choice(_REPLIES[store][place.partition("-")[0]]))
+        return Step(0, fault, place, 2.5, store, rng.choice(Step(0, fault, place, store=store).replies))
     return Step(0, fault, place, rng.choice([0.0, 1.0, 3.0]) if fault is Fault.CUT else 2.0, store)
 
 

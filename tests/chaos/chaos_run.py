@@ -156,7 +156,7 @@ def _bites(system: ChaosSystem, history: History) -> Counter[str]:
     return Counter(
         {
             **{str(fault): system.done[fault] for fault in Fault},
-            "replies lost": system.done["replies lost"],
+            "replies lost": sum(loss.count for loss in system.losses),
             "attempts lost": outcomes["lost"],
             "attempts handed back": outcomes["handed_back"],
             "attempts interrupted": outcomes["interrupted"],

@@ -15,6 +15,7 @@ import httpx2
 import redis.asyncio
 from chaos_plan import GATEWAYS, LEASE_SECONDS, LINKS, WORKERS, Fault, Step, Store
 from chaos_provider import World
+from fault_proxy import Fault as Loss
 from fault_proxy import FaultProxy, fault_proxy
 from processes import Metrics, Product, ProductProcess, ProductProcesses, parse_metrics
 from store_servers import PrivateServer, choose_programs, private_server
@@ -59,7 +60,7 @@ class Links:
 
 @dataclass
 class ChaosSystem:
-    """Started by `chaos_system`. `done` counts the faults, `ended` names processes that ended as they should not."""
+    """Started by `chaos_system`. `done` counts the faults, `losses` the replies, `ended` names processes that ended as they should not."""
 
     product: Product
     processes: ProductProcesses
@@ -73,6 +74,7 @@ class ChaosSystem:
     at: dict[str, ProductProcess] = field(default_factory=dict)
     killed: set[str] = field(default_factory=set)
     ended: list[str] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
     scraped: dict[str, Metrics] = field(default_factory=dict)
     up: set[str] = field(default_factory=set)
@@ -159,19 +161,20 @@ class ChaosSystem:
             proxy.delay(0)
             self.done[step.fault] += 1
         else:
-            lost = proxy.lose_reply(step.text, times=2)
+            chosen = proxy.lose_reply(step.text, times=2)
             await asyncio.sleep(step.seconds)
-            with contextlib.suppress(AssertionError):  # some requests are rare
-                await lost.seen(within=BUSY_WITHIN)
-            lost.cancel()
-            self.done["replies lost"] += lost.count
-            if not lost.count and not step.shields:  # then any, or a short plan might lose none
-                lost = proxy.lose_reply("")
-                with contextlib.suppress(AssertionError):
-                    await lost.seen(within=BUSY_WITHIN)
-                lost.cancel()
-                self.done["replies lost"] += lost.count
+            await self._felt([chosen])
+            if not chosen.count and not step.shields:  # some are rare, and a short plan might lose none
+                await self._felt([proxy.lose_reply(text) for text in step.replies])
             self.done[step.fault] += 1
+
+    async def _felt(self, losses: list[Loss]) -> None:
+        """Ends these once one of them has happened, if that is soon; a request that was met before may lose its reply later still."""
+        self.losses += losses
+        with contextlib.suppress(AssertionError):
+            await eventually(lambda: any(loss.count for loss in losses), within=BUSY_WITHIN, what="a reply is lost")
+        for loss in losses:
+            loss.cancel()
 
     async def _victim(self, place: str) -> ProductProcess:
         """The place's process; a worker as soon as it has a run to lose, if that is soon."""
