@@ -1,10 +1,14 @@
 -- Retention: old rows go in bounded batches. What others hold is passed over (SKIP LOCKED), so that nobody waits for a whole pass; a
 -- submission waits at most for one batch, and only to a session of which nothing was heard for days.
 
--- length_of: how many events a run's log had when it was whole.
-CREATE OR REPLACE FUNCTION agentrun_1.length_of(p_run uuid) RETURNS integer
+-- fitting: the first of these runs, as many as had p_events events in all when their logs were whole, at least one.
+CREATE OR REPLACE FUNCTION agentrun_1.fitting(p_runs uuid[], p_events integer) RETURNS uuid[]
 LANGUAGE sql STABLE AS $$
-    SELECT coalesce((SELECT m.seq + 1 FROM messages m WHERE m.run_id = p_run ORDER BY m.seq DESC LIMIT 1), 0)
+    SELECT array_agg(x.id ORDER BY x.place) FROM (
+        SELECT u.id, u.place,
+               sum((SELECT coalesce(max(m.seq) + 1, 0) FROM messages m WHERE m.run_id = u.id)) OVER (ORDER BY u.place) AS events
+        FROM unnest(p_runs) WITH ORDINALITY AS u (id, place)) x
+    WHERE x.events <= p_events OR x.place = 1
 $$;
 
 -- archive: events of runs that ended more than p_age seconds ago are thinned out, at most p_rows of at most p_runs runs: `void`, and each delta
@@ -18,15 +22,11 @@ DECLARE
 BEGIN
     removed := 0;
     archived := 0;
-    WITH old AS MATERIALIZED (
-        SELECT r.id, r.finished_at FROM runs r
+    SELECT array_agg(x.id) INTO v_ids FROM (
+        SELECT r.id FROM runs r
         WHERE r.archived_at IS NULL AND r.finished_at IS NOT NULL AND r.finished_at < now() - make_interval(secs => p_age)
-        ORDER BY r.finished_at LIMIT p_runs FOR NO KEY UPDATE SKIP LOCKED
-    ), sized AS (
-        SELECT o.id, sum(agentrun_1.length_of(o.id)) OVER so_far AS upto, row_number() OVER so_far AS place
-        FROM old o WINDOW so_far AS (ORDER BY o.finished_at, o.id)
-    )
-    SELECT array_agg(x.id) INTO v_ids FROM sized x WHERE x.upto <= p_rows OR x.place = 1;
+        ORDER BY r.finished_at LIMIT p_runs FOR NO KEY UPDATE SKIP LOCKED) x;
+    v_ids := agentrun_1.fitting(v_ids, p_rows);
     IF v_ids IS NULL THEN RETURN; END IF;
 
     WITH restarts AS MATERIALIZED (
@@ -67,26 +67,22 @@ DECLARE
     v_page uuid[];
     v_ids uuid[];
     v_sessions uuid[];
+    v_ended timestamptz[];
     v_events CONSTANT integer := 10000;
     v_rest integer;
 BEGIN
     deleted := 0;
-    WITH old AS MATERIALIZED (
+    SELECT count(*), array_agg(x.id), array_agg(x.session_id), array_agg(x.finished_at) INTO seen, v_page, v_sessions, v_ended FROM (
         SELECT r.id, r.session_id, r.finished_at FROM runs r
         WHERE r.archived_at IS NOT NULL AND r.finished_at < now() - make_interval(secs => p_age)
           AND (r.finished_at, r.id) > (p_ended, p_run)
-        ORDER BY r.finished_at, r.id LIMIT p_runs
-    ), sized AS (
-        SELECT o.*, sum(agentrun_1.length_of(o.id)) OVER so_far AS upto, row_number() OVER so_far AS place
-        FROM old o WINDOW so_far AS (ORDER BY o.finished_at, o.id)
-    ), page AS (
-        SELECT * FROM sized s WHERE s.upto <= v_events OR s.place = 1
-    )
-    SELECT array_agg(x.id ORDER BY x.place), array_agg(x.session_id), max(x.finished_at), (SELECT count(*) FROM old)
-    INTO v_page, v_sessions, ended, seen FROM page x;
+        ORDER BY r.finished_at, r.id LIMIT p_runs) x;
     IF seen = 0 THEN RETURN; END IF;
-    run := v_page[cardinality(v_page)];
+    v_page := agentrun_1.fitting(v_page, v_events);
     IF cardinality(v_page) < seen THEN seen := p_runs; END IF;
+    run := v_page[cardinality(v_page)];
+    ended := v_ended[cardinality(v_page)];
+    v_sessions := v_sessions[:cardinality(v_page)];
 
     SELECT array_agg(x.id) INTO v_sessions FROM (
         SELECT s.id FROM sessions s WHERE s.id = ANY (v_sessions) ORDER BY s.id FOR NO KEY UPDATE SKIP LOCKED) x;
