@@ -1,6 +1,7 @@
 """AGENTRUN_SCALE_ROWS event rows (`make test-scale`) age through retention while submissions go on: the table stops growing."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -10,6 +11,7 @@ import pytest
 from run_factory import submission
 from scale_data import add_finished
 from store_servers import PrivateServer
+from waiting import eventually, rests
 
 from agentrun.domain.follow_ups import Policy
 from agentrun.maintenance.retention import Ages, Retention
@@ -66,39 +68,37 @@ async def test_event_rows_age_through_retention_while_submissions_go_on(private_
     runs = max(ROWS // ROUNDS // PIECES, 1)
     sizes, quiet, busy, full = [], [], [], 0
 
-    async def wait() -> None:
-        await asyncio.sleep(QUIET_SECONDS)
-
     async def clear() -> None:
         while await pool.fetchval("SELECT EXISTS (SELECT 1 FROM runs WHERE finished_at < now() - interval '1 hour')"):
             await ticking.tick()
 
-    async def at_rest() -> None:
-        """Autovacuum has done with what was loaded, three looks on end: the quiet submissions are to have the machine for themselves."""
-        until, quiet_looks = time.monotonic() + 60, 0
-        while quiet_looks < 3:
-            assert time.monotonic() < until, "autovacuum never rests"
-            await asyncio.sleep(1)
-            works = await pool.fetchval("SELECT EXISTS (SELECT 1 FROM pg_stat_activity WHERE query LIKE 'autovacuum: %')")
-            quiet_looks = 0 if works else quiet_looks + 1
+    async def vacuums() -> int:
+        """Of all tables so far, none at work; else not an answer."""
+        assert not await pool.fetchval("SELECT EXISTS (SELECT 1 FROM pg_stat_activity WHERE query LIKE 'autovacuum: %')")
+        return int(await pool.fetchval("SELECT sum(autovacuum_count + autoanalyze_count) FROM pg_stat_user_tables"))
+
+    async def naptimes() -> float:
+        """Of autovacuum, a second each."""
+        return time.monotonic()
 
     async def vacuumed() -> None:
         """Autovacuum has been here after the last removal, or the half minute is over: a busy machine may be late."""
-        before = await pool.fetchval("SELECT autovacuum_count FROM pg_stat_user_tables WHERE relname = 'messages'")
-        until = time.monotonic() + 30
-        while time.monotonic() < until:
-            now = await pool.fetchval("SELECT autovacuum_count FROM pg_stat_user_tables WHERE relname = 'messages'")
-            if now > before:
-                return
-            await asyncio.sleep(0.2)
+        count = "SELECT autovacuum_count FROM pg_stat_user_tables WHERE relname = 'messages'"
+        before = await pool.fetchval(count)
+
+        async def again() -> bool:
+            return bool(await pool.fetchval(count) > before)
+
+        with contextlib.suppress(AssertionError):
+            await eventually(again, within=30, what="autovacuum has been here")
 
     try:
         await beside(pool, lambda: asyncio.sleep(2))  # what is slow only once
         for number in range(ROUNDS):
             await add_finished(loader, first=1 + number * runs, runs=runs, events=PIECES, age="2 days")
             full = full or await size(pool)
-            await at_rest()
-            quiet += await beside(pool, wait)
+            await rests(vacuums, turns=naptimes, count=3, within=60, what="autovacuum has done with what was loaded")
+            quiet += await beside(pool, lambda: asyncio.sleep(QUIET_SECONDS))
             busy += await beside(pool, clear)
             await vacuumed()
             sizes.append(await size(pool))

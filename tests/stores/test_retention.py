@@ -85,16 +85,21 @@ async def archive(pool: Pool, *, age: float = HOUR, run_count: int = 100, events
     raise AssertionError("it never ends")
 
 
-async def delete(pool: Pool, *, days: float = 1, run_count: int = 100) -> int:
-    """One pass over old runs; how many went."""
-    place, total = BEGINNING, 0
+async def deletions(pool: Pool, *, days: float = 1, run_count: int = 100) -> AsyncIterator[int]:
+    """One pass over old runs; how many went with each batch."""
+    place = BEGINNING
     for _ in range(MOST_BATCHES):
         done = await retention.delete_runs(pool, age_seconds=days * DAY, after=place, runs=run_count)
-        total += done.runs
+        yield done.runs
         if done.place is None:
-            return total
+            return
         place = done.place
     raise AssertionError("it never ends")
+
+
+async def delete(pool: Pool, *, days: float = 1, run_count: int = 100) -> int:
+    """One pass over old runs; how many went."""
+    return sum([gone async for gone in deletions(pool, days=days, run_count=run_count)])
 
 
 def reduced(events: Sequence[Event]) -> tuple[str, Kind | None]:
@@ -254,19 +259,14 @@ async def test_old_runs_with_many_events_go_in_bounded_batches(
     for number, length in enumerate(lengths):
         await ended(pool, _cut_off(length), session=f"s{number}", days=20 - number)
     await pool.execute("UPDATE runs SET archived_at = now()")
-    place, seen = BEGINNING, []
-    for _ in range(MOST_BATCHES):
-        before = await pool.fetchval("SELECT count(*) FROM messages")
-        done = await retention.delete_runs(pool, age_seconds=DAY, after=place, runs=100)
-        seen.append((done.runs, before - await pool.fetchval("SELECT count(*) FROM messages")))
+    seen, before = [], await pool.fetchval("SELECT count(*) FROM messages")
+    async for gone in deletions(pool):
+        left = await pool.fetchval("SELECT count(*) FROM messages")
+        seen.append((gone, before - left))
+        before = left
         assert not await pool.fetch(
             "SELECT 1 FROM runs r WHERE NOT EXISTS (SELECT 1 FROM messages m WHERE m.run_id = r.id AND m.kind = 'completed')"
         )
-        if done.place is None:
-            break
-        place = done.place
-    else:
-        pytest.fail("it never ends")
     assert [one for one in seen if one != (0, 0)] == steps
     assert [row["id"] for row in await pool.fetch("SELECT id FROM runs")] == [kept]
     assert await pool.fetchval("SELECT count(*) FROM messages") == 12_000
