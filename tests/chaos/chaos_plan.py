@@ -178,10 +178,10 @@ def _step(rng: random.Random, fault: Fault) -> Step:
 
 
 def _link_step(rng: random.Random, fault: Fault) -> Step:
-    place, store = rng.choice(LINKS), rng.choice(list(Store))
+    step = Step(0, fault, rng.choice(LINKS), store=rng.choice(list(Store)))
     if fault is Fault.LOSE_REPLIES:
-        return Step(0, fault, place, 2.5, store, rng.choice(Step(0, fault, place, store=store).replies))
-    return Step(0, fault, place, rng.choice([0.0, 1.0, 3.0]) if fault is Fault.CUT else 2.0, store)
+        return replace(step, seconds=2.5, text=rng.choice(step.replies))
+    return replace(step, seconds=rng.choice([0.0, 1.0, 3.0]) if fault is Fault.CUT else 2.0)
 
 
 def _submissions(seed: int, runs: int) -> list[Submission]:
