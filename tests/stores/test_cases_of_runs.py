@@ -83,6 +83,7 @@ async def test_pg_05_what_cannot_be_stored_is_replaced_visibly_and_alike_everywh
     async with worker(agent, stores):
         (run,) = await stores.submit("x")
         assert await stores.ended(run) == [RunStatus.SUCCEEDED]
+        await stores.nothing_held()  # the last event goes out after the end is stored
         streamed = [fields for _, fields in await stores.redis.xrange(KEYS.run(run))]
     log = await stores.log(run)
     told = [json.loads(one.data)["text"] for one in log if one.kind is Kind.TEXT_DELTA]
